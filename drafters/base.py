@@ -1,0 +1,76 @@
+"""The protocol of a drafter.
+
+Shape letters: R requests of the batch, V the target's vocabulary.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from specdec.verifier.batch import PrefillBatch
+from specdec.verifier.state import DecodeState, RowState
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Proposed tokens of one step."""
+
+    ids: Tensor  # [R, k] int64; -1 proposes nothing there and ends the row's draft
+    probs: Tensor | None = None  # [R, k, V] float32: the distributions the ids were sampled from
+
+
+class Drafter:
+    """Proposes up to k tokens for every row of a batch. Subclass it and write ``propose``.
+
+    The text never depends on what a drafter proposes; only the speed does. ``propose`` reads
+    ``state.tokens`` [R, L] and ``state.seq_lens`` [R] (prompt and output so far) and whatever the
+    drafter keeps itself.
+
+    Attributes:
+        name: shown in tables and records.
+        capturable: ``propose`` and ``advance`` only launch device work on tensors at fixed
+            addresses, so they run inside the step's graph. Otherwise they run on the host between
+            two graphs, and each step waits for them.
+        catchup_width: tokens per row that one catch-up pass feeds; 0 for a drafter without KV.
+        max_model_len: longest text that the drafter can read, or None for any.
+    """
+
+    name: str = "custom"
+    capturable: bool = False
+    catchup_width: int = 0
+    max_model_len: int | None = None
+
+    def propose(self, state: RowState, k: int) -> Draft | Tensor | tuple[Tensor, Tensor | None]:
+        """Draft ids [R, k] (int64, -1 = none) and, if sampled, their probabilities [R, k, V]."""
+        raise NotImplementedError(f"{type(self).__name__}.propose")
+
+    def prefill(self, batch: PrefillBatch) -> None:
+        """Read the chunks of prompts that the target just read."""
+
+    def advance(self, state: RowState, num_accepted: Tensor) -> None:
+        """Take note of how many drafts were accepted, [R] int64. ``state`` is from before it."""
+
+    def catch_up(self, state: RowState) -> None:
+        """Read up to ``catchup_width`` committed tokens of each row that ``propose`` lacks."""
+
+    def bytes_per_block(self, block_size: int) -> int:
+        """Bytes of the drafter's own KV for one block of the target's."""
+        return 0
+
+    def attach(self, state: DecodeState, num_blocks: int, draft_width: int) -> None:
+        """Allocate what depends on the engine. Called once, before anything else.
+
+        Args:
+            state: the engine's request state.
+            num_blocks: blocks of the pool; a drafter's KV mirrors the same ids.
+            draft_width: the largest k that ``propose`` will be called with.
+        """
+
+
+def as_draft(proposal: Draft | Tensor | tuple[Tensor, Tensor | None]) -> Draft:
+    """The forms that ``propose`` may return, as one."""
+    if isinstance(proposal, Draft):
+        return proposal
+    if isinstance(proposal, Tensor):
+        return Draft(proposal)
+    return Draft(*proposal)

@@ -1,0 +1,1 @@
+"""Triton kernels, each beside a plain-PyTorch reference of the same signature."""

@@ -1,0 +1,138 @@
+"""Triton side of ``argmax`` and ``linear_argmax``. Shape letters: T rows, V vocabulary, K depth.
+
+A logit and its id become one 64-bit integer whose order is that of the choice: first the logit (a
+NaN above all numbers), then the lower id. A maximum of such integers is the same in any order, so
+each program takes that of its part, and a second kernel that of the parts.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec.kernels.linear_triton import (
+    TileConfig,
+    accumulate,
+    is_skinny,
+    linear,
+    tile_arguments,
+    unit_stride,
+)
+
+_BLOCK = 4096
+
+
+@triton.jit
+def ranked(logits, ids):
+    """float32 logits and their ids as int64, the better choice the larger."""
+    # Equal numbers have equal bits: minus zero becomes zero.
+    bits = tl.where(logits == 0.0, 0.0, logits).to(tl.int32, bitcast=True)
+    order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    order = tl.where(logits != logits, 0x7FFFFFFF, order)
+    return (order.to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
+
+
+@triton.jit
+def _argmax_kernel(logits, parts, limit, row_stride, num_parts, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(logits + row * row_stride + ids, mask=ids < limit, other=float("-inf"))
+    best = tl.max(ranked(values, ids), axis=0)
+    tl.store(parts + row * num_parts + tl.program_id(1), best)
+
+
+@triton.jit
+def _best_part_kernel(parts, out, num_parts, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    best = tl.full([BLOCK], -(1 << 63), tl.int64)
+    for start in range(0, num_parts, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        part = tl.load(parts + row * num_parts + index, mask=index < num_parts, other=-(1 << 63))
+        best = tl.maximum(best, part)
+    tl.store(out + row, 0x7FFFFFFF - (tl.max(best, axis=0) & 0xFFFFFFFF))
+
+
+@triton.jit(do_not_specialize=["num_rows", "limit", "num_parts"])
+def _linear_argmax_kernel(
+    x,  # [T, K], rows x_stride apart
+    weight,  # [N, K]
+    parts,  # [T, num_parts] int64
+    num_rows,
+    limit,
+    num_parts,
+    K,
+    x_stride,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    SWAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    tiles = (num_rows + BLOCK_M - 1) // BLOCK_M
+    rows = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    part = tl.program_id(0) // tiles
+    ids = part * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_mask = rows < num_rows
+    acc = accumulate(
+        x,
+        weight,
+        rows,
+        ids,
+        row_mask,
+        ids < limit,
+        K,
+        x_stride,
+        BLOCK_K,
+        EVEN_K,
+        STAGES,
+        SWAP,
+        PRECISION,
+    )
+    wide_ids = tl.broadcast_to(ids[None, :], [BLOCK_M, BLOCK_N])
+    order = tl.where((ids < limit)[None, :], ranked(acc, wide_ids), -(1 << 63))
+    tl.store(parts + rows.to(tl.int64) * num_parts + part, tl.max(order, axis=1), mask=row_mask)
+
+
+def _best_part(parts: Tensor) -> Tensor:
+    num_rows, num_parts = parts.shape
+    out = torch.empty(num_rows, dtype=torch.int64, device=parts.device)
+    block = min(2048, triton.next_power_of_2(num_parts))
+    _best_part_kernel[(num_rows,)](parts, out, num_parts, BLOCK=block)
+    return out
+
+
+def argmax(logits: Tensor, limit: int | None = None) -> Tensor:
+    """``specdec.kernels.argmax.argmax``."""
+    num_rows, vocab_size = logits.shape
+    limit = vocab_size if limit is None else min(limit, vocab_size)
+    num_parts = triton.cdiv(limit, _BLOCK)
+    parts = torch.empty(num_rows, num_parts, dtype=torch.int64, device=logits.device)
+    if num_rows == 0:
+        return parts.new_empty(0)
+    _argmax_kernel[(num_rows, num_parts)](
+        logits, parts, limit, logits.stride(0), num_parts, BLOCK=_BLOCK
+    )
+    return _best_part(parts)
+
+
+def linear_argmax(
+    x: Tensor, weight: Tensor, limit: int | None = None, *, config: TileConfig | None = None
+) -> Tensor:
+    """``specdec.kernels.linear.linear_argmax``."""
+    num_features, depth = weight.shape
+    limit = num_features if limit is None else min(limit, num_features)
+    if config is None and not is_skinny(x):
+        return argmax(linear(x, weight, out_dtype=torch.float32), limit)
+    x = unit_stride(x)
+    num_rows = x.shape[0]
+    tiles = tile_arguments(x, num_features, depth, config)
+    num_parts = triton.cdiv(limit, tiles["BLOCK_N"])
+    parts = torch.empty(num_rows, num_parts, dtype=torch.int64, device=x.device)
+    if num_rows == 0:
+        return parts.new_empty(0)
+    _linear_argmax_kernel[(triton.cdiv(num_rows, tiles["BLOCK_M"]) * num_parts,)](
+        x, weight, parts, num_rows, limit, num_parts, depth, x.stride(0), **tiles
+    )
+    return _best_part(parts)

@@ -1,0 +1,156 @@
+"""The reduction tree of attention: one order of arithmetic for every batch, split and tile.
+
+Shape letters: M query rows of a tile, D head size.
+
+Query rows are the columns of every tile here: keys and head size, of which there are always many,
+fill the tall side of the tensor cores' instructions, and few query rows waste little of the other.
+
+The keys of a request are cut at fixed absolute positions into leaves of ``LEAF`` keys. A *leaf* is
+a softmax computed from scratch: (top, mass, acc) = largest score, sum of weights and weighted sum
+of values, relative to top. ``NODE`` leaves are folded in order into a *node*, and nodes are folded
+in order into the result. Whoever computes a part of that tree gets the same bits:
+
+- the products add along the head size or the keys in order, whatever the tile (so the weights are
+  summed as a product with ones: a reduction over a tile would depend on its layout);
+- a largest value is exact in any order;
+- every multiply-add that could be contracted is written as ``fma``, and the kernels are compiled
+  with ``enable_fp_fusion=False``;
+- a leaf in which a row sees no key is (-inf, 0, 0), which folds into anything without changing it.
+"""
+
+import triton
+import triton.language as tl
+
+# Leaves of a node. With the size of a leaf, this is the tree: changing either changes bits.
+NODE = 4
+
+
+def leaf_size(head_size: int, itemsize: int) -> int:
+    """Keys of a leaf. Wide dots in float32 run on few registers' worth of keys only."""
+    if itemsize == 4:
+        return 32 if head_size <= 128 else 16
+    return 128 if head_size <= 128 else 64
+
+
+@triton.jit
+def empty_part(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The part of no key."""
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    return top, tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_D, BLOCK_M], tl.float32)
+
+
+@triton.jit
+def fold(top, mass, acc, next_top, next_mass, next_acc, scale_log2):
+    """Two parts over neighbouring keys as one."""
+    new_top = tl.maximum(top, next_top)
+    # Where neither part has a key, any finite base gives zeros without inf - inf.
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    a = tl.exp2((top - base) * scale_log2)
+    b = tl.exp2((next_top - base) * scale_log2)
+    mass = tl.fma(mass, a, next_mass * b)
+    return new_top, mass, tl.fma(acc, a[None, :], next_acc * b[None, :])
+
+
+@triton.jit
+def attend_leaf(
+    q,  # [BLOCK_D, BLOCK_M], zero past the head size
+    last,  # [BLOCK_M] int32: the last key each row sees; -1 for none
+    leaf,  # which leaf
+    num_keys,  # keys at or past this are not read
+    key_cache,  # at the first slot's row of this head
+    value_cache,
+    block_table,  # at the request's row
+    scale_log2,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr,
+    LEAF: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One leaf for a tile of query rows: (top [M], mass [M], acc [D, M]) in float32."""
+    keys = leaf * LEAF + tl.arange(0, LEAF)
+    held = keys < num_keys
+    block = tl.load(block_table + keys // BLOCK_SIZE, mask=held, other=0).to(tl.int64)
+    slot = block * BLOCK_SIZE + keys % BLOCK_SIZE
+    features = tl.arange(0, BLOCK_D)
+    offsets = slot[:, None] * SLOT_STRIDE + features[None, :]
+    mask = held[:, None] & (features < D)[None, :]
+    k = tl.load(key_cache + offsets, mask=mask, other=0.0)
+    v = tl.load(value_cache + offsets, mask=mask, other=0.0)
+
+    scores = tl.dot(k, q, input_precision=PRECISION)  # [LEAF, BLOCK_M]
+    scores = tl.where(keys[:, None] <= last[None, :], scores, float("-inf"))
+    top = tl.max(scores, axis=0)
+    base = tl.where(top == float("-inf"), 0.0, top) * scale_log2
+    weights = tl.exp2(tl.fma(scores, scale_log2, -base[None, :])).to(v.dtype)
+    acc = tl.dot(tl.trans(v), weights, input_precision=PRECISION)
+    # All rows of this product are the same sum. 64 of them make it the tensor cores' tall side.
+    ones = tl.full([64 if v.dtype.primitive_bitwidth == 16 else 16, LEAF], 1.0, v.dtype)
+    mass = tl.max(tl.dot(ones, weights, input_precision=PRECISION), axis=0)
+    return top, mass, acc
+
+
+@triton.jit
+def attend_leaves(
+    q,
+    last,
+    first_leaf,
+    end_leaf,
+    num_keys,
+    key_cache,
+    value_cache,
+    block_table,
+    scale_log2,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr,
+    LEAF: tl.constexpr,
+    NODE: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The part of the leaves ``first_leaf .. end_leaf - 1``, folded as the tree says.
+
+    The range lies within one node, or begins and ends at nodes' borders (or the last leaf).
+    """
+    top, mass, acc = empty_part(BLOCK_M, BLOCK_D)
+    node_top, node_mass, node_acc = empty_part(BLOCK_M, BLOCK_D)
+    for leaf in tl.range(first_leaf, end_leaf, num_stages=STAGES):
+        leaf_top, leaf_mass, leaf_acc = attend_leaf(
+            q,
+            last,
+            leaf,
+            num_keys,
+            key_cache,
+            value_cache,
+            block_table,
+            scale_log2,
+            D,
+            BLOCK_D,
+            BLOCK_SIZE,
+            SLOT_STRIDE,
+            LEAF,
+            PRECISION,
+        )
+        node_top, node_mass, node_acc = fold(
+            node_top, node_mass, node_acc, leaf_top, leaf_mass, leaf_acc, scale_log2
+        )
+        if leaf % NODE == NODE - 1:
+            top, mass, acc = fold(top, mass, acc, node_top, node_mass, node_acc, scale_log2)
+            node_top, node_mass, node_acc = empty_part(BLOCK_M, BLOCK_D)
+    return fold(top, mass, acc, node_top, node_mass, node_acc, scale_log2)
+
+
+@triton.jit
+def normalise(mass, acc):
+    """The attention output of a part that holds all keys; zeros where there was none."""
+    return acc * (1.0 / tl.where(mass == 0.0, 1.0, mass))[None, :]
+
+
+@triton.jit
+def scalar_at(values, index, BLOCK: tl.constexpr):
+    """Element ``index`` of a vector of integers."""
+    return tl.sum(tl.where(tl.arange(0, BLOCK) == index, values, 0))

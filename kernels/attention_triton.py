@@ -1,0 +1,196 @@
+"""Paged attention in Triton: one launch for uniform batches (split over keys), one for all others.
+
+Shape letters: T query rows, R requests, Q query rows per request, H query heads, G key/value heads,
+D head size, N blocks of the pool, B block size, W width of a block table, M rows of a tile.
+
+Grids are sized by the shapes of the batch, never by its lengths: those are data.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from specdec.kernels.attention_mixed import mixed_kernel
+from specdec.kernels.attention_tree import NODE, leaf_size
+from specdec.kernels.attention_uniform import uniform_kernel
+
+# Bytes of scratch beyond which long batches are not split over keys.
+MAX_SCRATCH_BYTES = 256 << 20
+
+
+class Scratch:
+    """Partial results of one launch, reused by the next. Its addresses are baked into graphs.
+
+    ``counters`` are zero between launches. Buffers grow only outside a capture, and a buffer that
+    was outgrown is kept, since a graph may still write to it.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[Tensor] = []
+        self._parts: Tensor | None = None
+        self._counters: Tensor | None = None
+
+    def _grown(self, buffer: Tensor | None, size: int, dtype: torch.dtype, like: Tensor) -> Tensor:
+        if buffer is not None and buffer.numel() >= size and buffer.device == like.device:
+            return buffer
+        if like.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"attention needs {size} elements of scratch during a capture; run a batch of this "
+                "shape once before capturing it"
+            )
+        buffer = torch.zeros(size, dtype=dtype, device=like.device)
+        self._kept.append(buffer)
+        return buffer
+
+    def parts(self, size: int, like: Tensor) -> Tensor:
+        """At least ``size`` float32 elements on the device of ``like``."""
+        self._parts = self._grown(self._parts, size, torch.float32, like)
+        return self._parts
+
+    def counters(self, size: int, like: Tensor) -> Tensor:
+        """At least ``size`` int32 zeros on the device of ``like``."""
+        self._counters = self._grown(self._counters, size, torch.int32, like)
+        return self._counters
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TileConfig:
+    """How a kernel is compiled and spread over the GPU. No bit of a result depends on it."""
+
+    num_warps: int
+    stages: int
+    programs_per_sm: int = 1
+
+
+def max_tile_rows(block_d: int, itemsize: int) -> int:
+    """Query rows that one program carries without spilling its sums."""
+    if itemsize == 4:
+        return 16
+    return 64 if block_d <= 128 else 32
+
+
+def default_config(block_m: int, block_d: int, itemsize: int) -> TileConfig:
+    """The configuration of a tile of ``block_m`` rows and ``block_d`` features."""
+    wide = block_m * block_d >= 8192
+    return TileConfig(num_warps=8 if wide else 4, stages=2 if itemsize == 2 else 1)
+
+
+def num_programs(device: torch.device, per_sm: int) -> int:
+    """Programs of a persistent grid; a handful under the interpreter."""
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count * per_sm
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    context_lens: Tensor,
+    seq_lens: Tensor,
+    max_query_len: int,
+    scale: float,
+    uniform: bool,
+    *,
+    scratch: Scratch | None = None,
+    config: TileConfig | None = None,
+) -> Tensor:
+    """Triton side of ``specdec.kernels.attention.paged_attention``.
+
+    ``scratch`` is kept between calls by whoever captures graphs; without it a call makes its own.
+    """
+    query = query if query.stride()[1:] == (query.shape[2], 1) else query.contiguous()
+    head_size = query.shape[2]
+    num_reqs, table_width = block_table.shape
+    _, block_size, num_kv_heads, _ = key_cache.shape
+    group = query.shape[1] // num_kv_heads
+    block_d = max(16, triton.next_power_of_2(head_size))
+    leaf = leaf_size(head_size, query.itemsize)
+    max_rows = max_tile_rows(block_d, query.itemsize)
+    common = {
+        "GROUP": group,
+        "NUM_KV_HEADS": num_kv_heads,
+        "D": head_size,
+        "BLOCK_D": block_d,
+        "BLOCK_SIZE": block_size,
+        "BLOCK_R": triton.next_power_of_2(num_reqs),
+        "LEAF": leaf,
+        "NODE": NODE,
+        "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
+        "enable_fp_fusion": False,
+    }
+    scale_log2 = scale * math.log2(math.e)
+    if not uniform:
+        block_m = max(max_rows, triton.next_power_of_2(group))
+        config = config or default_config(block_m, block_d, query.itemsize)
+        tile_tokens = block_m // group
+        out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+        mixed_kernel[(num_kv_heads, triton.cdiv(query.shape[0], tile_tokens) + num_reqs)](
+            query,
+            key_cache,
+            value_cache,
+            block_table,
+            query_start_loc,
+            context_lens,
+            seq_lens,
+            out,
+            num_reqs,
+            query.stride(0),
+            block_table.stride(0),
+            scale_log2,
+            TILE_TOKENS=tile_tokens,
+            BLOCK_M=block_m,
+            STAGES=config.stages,
+            num_warps=config.num_warps,
+            **common,
+        )
+        return out
+
+    num_rows = max_query_len * group
+    tiles = triton.cdiv(num_rows, max_rows)
+    tile_rows = triton.cdiv(num_rows, tiles)
+    block_m = max(16, triton.next_power_of_2(tile_rows))
+    config = config or default_config(block_m, block_d, query.itemsize)
+    programs = num_programs(query.device, config.programs_per_sm)
+    tiles_of_batch = num_reqs * num_kv_heads * tiles
+    max_leaves = triton.cdiv(table_width * block_size, leaf)
+    # Rows of a part in fours and parts in lines of 128 bytes, for wide and unshared accesses.
+    part_rows = 4 * triton.cdiv(tile_rows, 4)
+    part_size = 32 * triton.cdiv(part_rows * (head_size + 2), 32)
+    max_items = min(
+        tiles_of_batch * triton.cdiv(max_leaves, NODE), MAX_SCRATCH_BYTES // (4 * part_size)
+    )
+    scratch = scratch or Scratch()
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    uniform_kernel[(min(programs, tiles_of_batch * max_leaves),)](
+        query,
+        key_cache,
+        value_cache,
+        block_table,
+        context_lens,
+        seq_lens,
+        out,
+        scratch.parts(max(programs, max_items) * part_size, query),
+        scratch.counters(tiles_of_batch, query),
+        num_reqs,
+        query.stride(0),
+        block_table.stride(0),
+        programs,
+        max_items,
+        scale_log2,
+        Q=max_query_len,
+        TILES=tiles,
+        TILE_ROWS=tile_rows,
+        PART=part_size,
+        PART_ROWS=part_rows,
+        BLOCK_M=block_m,
+        STAGES=config.stages,
+        num_warps=config.num_warps,
+        **common,
+    )
+    return out

@@ -1,0 +1,200 @@
+"""Paged attention for uniform batches in one launch, the keys shared out among programs.
+
+Shape letters: R requests, Q query rows per request, H query heads, G key/value heads, D head size,
+N blocks of the pool, B block size, M rows of a tile.
+
+A tile holds query rows of one request and one key/value head: row ``i`` is query ``i // group`` of
+head ``i % group``, so that a key is read once for all of them and no tile crosses a head's border.
+"""
+
+import triton
+import triton.language as tl
+
+from specdec.kernels.attention_tree import (
+    attend_leaves,
+    empty_part,
+    fold,
+    normalise,
+    scalar_at,
+)
+
+
+@triton.jit
+def _fold_parts(
+    parts,
+    first_item,
+    num_units,
+    item_stride,
+    unit,
+    rows,
+    row_mask,
+    scale_log2,
+    PART: tl.constexpr,
+    PART_ROWS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    NODE: tl.constexpr,
+):
+    """Fold the stored parts of one tile in the order of the tree. Units are leaves or nodes."""
+    features = tl.arange(0, BLOCK_D)
+    offsets = features[:, None] * PART_ROWS + rows[None, :]
+    mask = (features < D)[:, None] & row_mask[None, :]
+    top, mass, acc = empty_part(BLOCK_M, BLOCK_D)
+    node_top, node_mass, node_acc = empty_part(BLOCK_M, BLOCK_D)
+    units_per_node = NODE // unit
+    for index in tl.range(0, num_units, num_stages=3):
+        part = parts + tl.cast(first_item + index * item_stride, tl.int64) * PART
+        # Written by other programs of this launch, so not to be looked up in this one's L1 cache.
+        part_acc = tl.load(part + offsets, mask=mask, other=0.0, cache_modifier=".cg")
+        sums = part + PART_ROWS * D + rows
+        part_top = tl.load(sums, mask=row_mask, other=float("-inf"), cache_modifier=".cg")
+        part_mass = tl.load(sums + PART_ROWS, mask=row_mask, other=0.0, cache_modifier=".cg")
+        node_top, node_mass, node_acc = fold(
+            node_top, node_mass, node_acc, part_top, part_mass, part_acc, scale_log2
+        )
+        if index % units_per_node == units_per_node - 1:
+            top, mass, acc = fold(top, mass, acc, node_top, node_mass, node_acc, scale_log2)
+            node_top, node_mass, node_acc = empty_part(BLOCK_M, BLOCK_D)
+    return fold(top, mass, acc, node_top, node_mass, node_acc, scale_log2)
+
+
+@triton.jit(do_not_specialize=["num_reqs", "table_stride", "max_leaf_items", "max_items"])
+def uniform_kernel(
+    query,
+    key_cache,
+    value_cache,
+    block_table,
+    context_lens,
+    seq_lens,
+    out,
+    parts,  # [items, PART] float32: acc [D, PART_ROWS], top and mass [PART_ROWS] of each item
+    counters,  # [R * G * TILES] int32: parts that have arrived
+    num_reqs,
+    query_stride,
+    table_stride,
+    max_leaf_items,
+    max_items,
+    scale_log2,
+    Q: tl.constexpr,
+    GROUP: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILES: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    PART: tl.constexpr,
+    PART_ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    LEAF: tl.constexpr,
+    NODE: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Q query rows for every request; the keys of a request are shared out among programs.
+
+    An item is (unit of keys, head, tile). The unit, which no bit depends on, is a leaf where that
+    still gives each program at most an item, else a node, else all keys. Whoever stores the last
+    part of a tile folds them all.
+    """
+    requests = tl.arange(0, BLOCK_R)
+    present = requests < num_reqs
+    lens = tl.load(context_lens + requests, mask=present, other=0) + Q
+    lens = tl.minimum(lens, tl.load(seq_lens + requests, mask=present, other=0))
+    leaves = (tl.maximum(lens, 0) + LEAF - 1) // LEAF
+    heads_and_tiles = NUM_KV_HEADS * TILES
+    # A request without keys still has an item, which writes its zeros.
+    least = present.to(tl.int32)
+    unit = 1
+    units = tl.maximum(leaves, least)
+    if tl.sum(units) * heads_and_tiles > max_leaf_items:
+        unit = NODE
+        units = tl.maximum((leaves + NODE - 1) // NODE, least)
+        if tl.sum(units) * heads_and_tiles > max_items:
+            unit = 1 << 30
+            units = least
+    ends = tl.cumsum(units, 0)
+    num_items = tl.sum(units) * heads_and_tiles
+
+    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
+        place = item % heads_and_tiles
+        head = place // TILES
+        tile = place % TILES
+        flat = item // heads_and_tiles
+        req = tl.sum((ends <= flat).to(tl.int32))
+        num_units = scalar_at(units, req, BLOCK_R)
+        first_unit = scalar_at(ends, req, BLOCK_R) - num_units
+        context_len = tl.load(context_lens + req)
+        seq_len = tl.load(seq_lens + req)
+        num_keys = tl.maximum(tl.minimum(context_len + Q, seq_len), 0)
+        num_leaves = (num_keys + LEAF - 1) // LEAF
+
+        rows = tl.arange(0, BLOCK_M)
+        index = tile * TILE_ROWS + rows
+        row_mask = (rows < TILE_ROWS) & (index < Q * GROUP)
+        last = tl.minimum(context_len + index // GROUP, seq_len - 1)
+        last = tl.where(row_mask, last, -1)
+        features = tl.arange(0, BLOCK_D)
+        token = (req * Q + index // GROUP).to(tl.int64)
+        column = (head * GROUP + index % GROUP) * D
+        mask = row_mask[:, None] & (features < D)[None, :]
+        q_rows = query + (token * query_stride + column)[:, None]
+        q = tl.load(q_rows + features[None, :], mask=mask, other=0.0)
+
+        first_leaf = (flat - first_unit) * unit
+        top, mass, acc = attend_leaves(
+            tl.trans(q),
+            last,
+            first_leaf,
+            tl.minimum(num_leaves - first_leaf, unit) + first_leaf,
+            num_keys,
+            key_cache + head * D,
+            value_cache + head * D,
+            block_table + req.to(tl.int64) * table_stride,
+            scale_log2,
+            D,
+            BLOCK_M,
+            BLOCK_D,
+            BLOCK_SIZE,
+            NUM_KV_HEADS * D,
+            LEAF,
+            NODE,
+            STAGES,
+            PRECISION,
+        )
+
+        is_last = num_units == 1
+        if num_units > 1:
+            part = parts + tl.cast(item, tl.int64) * PART
+            offsets = features[:, None] * PART_ROWS + rows[None, :]
+            tl.store(part + offsets, acc, mask=(features < D)[:, None] & row_mask[None, :])
+            tl.store(part + PART_ROWS * D + rows, top, mask=row_mask)
+            tl.store(part + PART_ROWS * (D + 1) + rows, mass, mask=row_mask)
+            # All threads have stored before one of them announces it.
+            tl.debug_barrier()
+            counter = counters + req * heads_and_tiles + place
+            is_last = tl.atomic_add(counter, 1, sem="acq_rel") == num_units - 1
+            if is_last:
+                tl.store(counter, 0)
+                top, mass, acc = _fold_parts(
+                    parts,
+                    first_unit * heads_and_tiles + place,
+                    num_units,
+                    heads_and_tiles,
+                    tl.minimum(unit, NODE),
+                    rows,
+                    row_mask,
+                    scale_log2,
+                    PART,
+                    PART_ROWS,
+                    D,
+                    BLOCK_M,
+                    BLOCK_D,
+                    NODE,
+                )
+        if is_last:
+            target = out + (token * (NUM_KV_HEADS * GROUP * D) + column)[:, None]
+            result = tl.trans(normalise(mass, acc).to(out.dtype.element_ty))
+            tl.store(target + features[None, :], result, mask=mask)

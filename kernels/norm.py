@@ -1,0 +1,44 @@
+"""Root-mean-square norms. Shape letters: T rows, D features."""
+
+import torch
+from torch import Tensor
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Plain PyTorch twin of ``rms_norm``."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``weight * x / sqrt(mean(x^2) + eps)`` over the last dimension. x [..., D] -> [..., D].
+
+    The scaled row is rounded to x's dtype before it is multiplied with the weight. The sum has one
+    order for every number of rows.
+    """
+    if x.is_cuda:
+        from specdec.kernels import norm_triton
+
+        return norm_triton.rms_norm(x, weight, eps)
+    return rms_norm_reference(x, weight, eps)
+
+
+def add_rms_norm_reference(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Plain PyTorch twin of ``add_rms_norm``."""
+    residual = residual + x
+    return rms_norm_reference(residual, weight, eps), residual
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Add ``x`` to the residual stream, then norm it. All [T, D]. Returns (normed, new residual).
+
+    The sum is rounded to x's dtype before the norm reads it. Neither input is changed.
+    """
+    if x.is_cuda:
+        from specdec.kernels import norm_triton
+
+        return norm_triton.add_rms_norm(x, residual, weight, eps)
+    return add_rms_norm_reference(x, residual, weight, eps)

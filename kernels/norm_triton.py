@@ -1,0 +1,110 @@
+"""Triton side of ``specdec.kernels.norm``. Shape letters: T rows, D features.
+
+A program owns a row. How it shares the row among threads depends on D alone, so that the sum of
+squares has one order whatever the number of rows.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def row_warps(block: int) -> int:
+    """Warps for a row of ``block`` features (a power of two)."""
+    return max(1, min(16, block // 256))
+
+
+@triton.jit
+def inverse_rms(x, eps, D: tl.constexpr):
+    """1 / sqrt(mean(x^2) + eps) of one row. x [BLOCK] float32, zero past D."""
+    return tl.rsqrt(tl.sum(x * x, axis=0) / D + eps)
+
+
+@triton.jit
+def scale_row(x, inverse, weight, dtype: tl.constexpr):
+    """``weight * (x * inverse)``, both products rounded to ``dtype``. x float32."""
+    scaled = (x * inverse).to(dtype)
+    return (scaled.to(tl.float32) * weight.to(tl.float32)).to(dtype)
+
+
+@triton.jit(do_not_specialize=["outer_stride", "inner_stride", "inner"])
+def _rms_norm_kernel(
+    x,  # row r starts at (r // inner) * outer_stride + (r % inner) * inner_stride
+    residual,  # [T, D], or anything without HAS_RESIDUAL
+    weight,  # [D]
+    out,  # [T, D]
+    new_residual,  # [T, D], or anything without HAS_RESIDUAL
+    outer_stride,
+    inner_stride,
+    inner,
+    eps,
+    HAS_RESIDUAL: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < D
+    dtype: tl.constexpr = out.dtype.element_ty
+    start = row // inner * outer_stride + row % inner * inner_stride
+    values = tl.load(x + start + columns, mask=mask, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        values += tl.load(residual + row * D + columns, mask=mask, other=0.0).to(tl.float32)
+        rounded = values.to(dtype)
+        tl.store(new_residual + row * D + columns, rounded, mask=mask)
+        values = rounded.to(tl.float32)
+    scale = tl.load(weight + columns, mask=mask, other=0.0)
+    normed = scale_row(values, inverse_rms(values, eps, D), scale, dtype)
+    tl.store(out + row * D + columns, normed, mask=mask)
+
+
+def _launch(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    strides: tuple[int, int, int],
+    out: Tensor,
+    new_residual: Tensor | None,
+) -> None:
+    size = x.shape[-1]
+    block = triton.next_power_of_2(size)
+    num_rows = x.numel() // size
+    if num_rows == 0:
+        return
+    _rms_norm_kernel[(num_rows,)](
+        x,
+        residual if residual is not None else x,
+        weight,
+        out,
+        new_residual if new_residual is not None else out,
+        *strides,
+        eps,
+        HAS_RESIDUAL=residual is not None,
+        D=size,
+        BLOCK=block,
+        num_warps=row_warps(block),
+        enable_fp_fusion=False,
+    )
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``specdec.kernels.norm.rms_norm``. Heads of a wider row need not be contiguous."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    size = x.shape[-1]
+    if x.dim() == 3 and x.stride(2) == 1:
+        strides = (x.stride(0), x.stride(1), x.shape[1])
+    elif x.dim() == 2 and x.stride(1) == 1:
+        strides = (x.stride(0), 0, 1)
+    else:
+        x, strides = x.contiguous(), (size, 0, 1)
+    _launch(x, None, weight, eps, strides, out, None)
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """``specdec.kernels.norm.add_rms_norm``."""
+    out, new_residual = torch.empty_like(residual), torch.empty_like(residual)
+    _launch(x, residual, weight, eps, (x.stride(0), 0, 1), out, new_residual)
+    return out, new_residual

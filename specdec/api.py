@@ -1,0 +1,78 @@
+"""One call from prompt to text."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from specdec.config import EngineConfig
+from specdec.drafters.base import Drafter
+from specdec.engine import Engine
+from specdec.outputs import Generation
+from specdec.params import SamplingParams
+
+_engines: dict[Any, Engine] = {}
+
+
+def generate(
+    prompt: Any,
+    *,
+    model: str | Path | None = None,
+    draft: str | Path | Drafter | None = "auto",
+    k: int = 4,
+    lora: str | None = None,
+    **params: Any,
+) -> Generation | list[Generation]:
+    """Generate text, drafting k tokens a step. The text does not depend on the drafter.
+
+    Args:
+        prompt: a string, a list of token ids, a list of either, or a list of chat messages
+            (``{"role": ..., "content": ...}``). An instruct model's chat template is applied to
+            strings and messages.
+        model: see ``Engine``; None is the bundled SmolLM2-135M-Instruct.
+        draft: see ``Engine``; "auto" picks a drafter that needs no other weights.
+        params: fields of ``SamplingParams`` and of ``EngineConfig``. The engine is kept for the
+            next call with the same model, draft, k and engine fields.
+
+    Raises:
+        TypeError: an unknown name. ValueError: a value out of range, named.
+    """
+    sampling_names = {field.name for field in fields(SamplingParams)}
+    unknown = sorted(set(params) - sampling_names - EngineConfig.field_names())
+    if unknown:
+        raise TypeError(f"generate has no parameter {', '.join(unknown)}")
+    sampling = SamplingParams(**{n: v for n, v in params.items() if n in sampling_names})
+    engine_fields = {n: v for n, v in params.items() if n not in sampling_names}
+    EngineConfig(**engine_fields)
+    engine = _engine(model, draft, k, engine_fields)
+    return engine.generate(chat_prompts(engine, prompt), sampling, lora=lora)
+
+
+def chat_prompts(engine: Engine, prompt: Any) -> Any:
+    """Strings and messages under the model's chat template, as token ids; ids as they are."""
+    if isinstance(prompt, str):
+        return _templated(engine, [{"role": "user", "content": prompt}], prompt)
+    if isinstance(prompt, Sequence) and prompt:
+        if all(isinstance(item, Mapping) for item in prompt):
+            return _templated(engine, list(prompt), None)
+        if any(isinstance(item, str | Sequence) for item in prompt):
+            return [chat_prompts(engine, item) for item in prompt]
+    return prompt
+
+
+def _templated(engine: Engine, messages: list[Any], plain: str | None) -> Any:
+    tokenizer = engine.tokenizer
+    if tokenizer is None or not tokenizer.is_chat:
+        if plain is not None:
+            return plain
+        raise ValueError("prompt: this model has no chat template; pass a string or token ids")
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def _engine(model: Any, draft: Any, k: int, engine_fields: dict[str, Any]) -> Engine:
+    key = repr((model, draft if isinstance(draft, str | Path | None) else id(draft), k))
+    key += repr(sorted(engine_fields.items()))
+    if key not in _engines:
+        _engines[key] = Engine(model, draft, k, **engine_fields)
+    return _engines[key]

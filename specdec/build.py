@@ -1,0 +1,313 @@
+"""From an engine's fields to its parts: files are checked first, then weights, memory, graphs."""
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from specdec.config import DTYPES, EngineConfig
+from specdec.drafters.base import Drafter
+from specdec.drafters.draft_model import DraftModelDrafter
+from specdec.drafters.layer_skip import LayerSkipDrafter, skipped_layers
+from specdec.drafters.ngram import NgramDrafter
+from specdec.intake import Intake
+from specdec.kernels.linear import configure_exact_blas
+from specdec.runner import Runner
+from specdec.scheduler import Scheduler
+from specdec.step import DecodeStep
+from specdec.tokenizer import Tokenizer, compare_tokenizers, load_tokenizer
+from specdec.verifier.attention.base import AttentionBackend
+from specdec.verifier.attention.select import select_backend
+from specdec.verifier.hub import resolve_model
+from specdec.verifier.kv_cache import BlockPool, KVCache
+from specdec.verifier.loading import load_model, read_config
+from specdec.verifier.models.config import ModelConfig
+from specdec.verifier.models.llama import CausalLM
+from specdec.verifier.modes import AttentionCGSupport, resolve_uniform_query_lens
+from specdec.verifier.state import DecodeState
+
+DEFAULT_BLOCK_SIZE = 16
+DEFAULT_MAX_NUM_SEQS = {"cpu": 8, "cuda": 64}
+# KV memory that an engine takes on the CPU where num_kv_blocks is not given.
+CPU_KV_BYTES = 2 * 2**30
+# GPU memory left for activations and graphs when the KV cache takes the rest.
+GPU_RESERVED_BYTES = 3 * 2**30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """What an engine is made of."""
+
+    config: EngineConfig
+    model_config: ModelConfig
+    tokenizer: Tokenizer | None
+    drafter: Drafter | None
+    runner: Runner
+    scheduler: Scheduler
+    intake: Intake
+    max_k: int
+    max_model_len: int
+    capture_seconds: float
+
+
+def build(
+    model: str | Path | CausalLM | None,
+    draft: str | Path | CausalLM | Drafter | None,
+    k: int,
+    config: EngineConfig,
+) -> Parts:
+    """Check everything that files can tell, then load, allocate and capture."""
+    device = config.torch_device
+    target_source = _read(model)
+    draft = "ngram" if draft == "auto" else draft
+    draft_source = _check_draft(draft, target_source)
+    limits = _limits(config, target_source, k if draft is not None else 0, device)
+    if device.type == "cuda":
+        configure_exact_blas()
+
+    backend = _backend(config, target_source, limits, device)
+    if config.exact is True and not backend.batch_invariant:
+        raise ValueError(
+            f"exact=True: attention backend {backend.name!r} is not batch-invariant on {device}"
+        )
+    query_lens = [1 + k for k in limits.allowed_k]
+    mode, full_lens = resolve_uniform_query_lens(
+        config.graph_mode,
+        # Graphs of mixed batches are not built yet.
+        min(backend.cg_support, AttentionCGSupport.UNIFORM_BATCH),
+        query_lens,
+        piecewise_available=False,
+    )
+
+    target = _load(target_source, config, backend, device)
+    drafter = _heavy_drafter(draft, draft_source, config, limits, device)
+    num_blocks = _num_blocks(config, target, drafter, limits, device)
+    state = DecodeState(
+        max_num_seqs=limits.max_num_seqs,
+        max_model_len=limits.max_model_len,
+        block_size=limits.block_size,
+        vocab_size=limits.vocab_size,
+        device=device,
+    )
+    kv_cache = target.make_kv_cache(num_blocks, limits.block_size)
+    if drafter is None and draft is not None:
+        drafter = _light_drafter(draft, target, kv_cache, limits)
+    if drafter is not None:
+        drafter.attach(state, num_blocks, limits.max_k)
+    step = DecodeStep(
+        model=target,
+        kv_cache=kv_cache,
+        state=state,
+        drafter=drafter,
+        vocab_size=limits.vocab_size,
+        max_k=limits.max_k,
+    )
+    runner = Runner(
+        step,
+        mode=mode,
+        query_lens=full_lens or query_lens,
+        max_num_seqs=limits.max_num_seqs,
+        capture_sizes=config.capture_sizes,
+        request_counts=config.uniform_request_counts,
+        debug=config.debug,
+    )
+    started = time.perf_counter()
+    if config.capture == "eager":
+        runner.capture_all()
+    return Parts(
+        config=config,
+        model_config=target.config,
+        tokenizer=target_source.tokenizer,
+        drafter=drafter,
+        runner=runner,
+        scheduler=Scheduler(
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            block_size=limits.block_size,
+            pool=BlockPool(num_blocks),
+            allowed_k=limits.allowed_k,
+            draft_lag=1 if drafter is not None and drafter.catchup_width else 0,
+            prefix_caching=config.enable_prefix_caching,
+        ),
+        intake=Intake(
+            tokenizer=target_source.tokenizer,
+            vocab_size=limits.vocab_size,
+            eos_token_ids=target.config.eos_token_ids,
+            max_model_len=limits.max_model_len,
+            block_size=limits.block_size,
+            num_kv_blocks=num_blocks,
+            max_k=limits.max_k,
+            speculates=drafter is not None,
+            acceptance=config.acceptance,
+        ),
+        max_k=limits.max_k,
+        max_model_len=limits.max_model_len,
+        capture_seconds=time.perf_counter() - started,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A model before its weights are loaded: what its files say."""
+
+    model: str | Path | CausalLM | None
+    config: ModelConfig
+    tokenizer: Tokenizer | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Limits:
+    """The sizes that an engine is built for."""
+
+    max_k: int
+    allowed_k: tuple[int, ...]
+    max_model_len: int
+    max_num_seqs: int
+    block_size: int
+    vocab_size: int  # ids that may be emitted
+
+
+def _read(model: str | Path | CausalLM | None) -> _Source:
+    if isinstance(model, CausalLM):
+        return _Source(model, model.config, None)
+    path = resolve_model(model)
+    return _Source(model, read_config(path), load_tokenizer(path))
+
+
+def _limits(config: EngineConfig, source: _Source, max_k: int, device: torch.device) -> _Limits:
+    vocab_size = source.config.vocab_size
+    if source.tokenizer is not None:
+        vocab_size = min(vocab_size, source.tokenizer.vocab_size)
+    if config.max_num_batched_tokens < 1 + max_k:
+        raise ValueError(
+            f"max_num_batched_tokens ({config.max_num_batched_tokens}) must hold one row of "
+            f"1 + k = {1 + max_k} tokens"
+        )
+    block_size = config.kv_block_size
+    return _Limits(
+        max_k=max_k,
+        allowed_k=tuple(sorted({0, max_k, *(k for k in config.extra_k if k <= max_k)})),
+        max_model_len=_max_model_len(config, source.config),
+        max_num_seqs=config.max_num_seqs or DEFAULT_MAX_NUM_SEQS[device.type],
+        block_size=block_size if isinstance(block_size, int) else DEFAULT_BLOCK_SIZE,
+        vocab_size=vocab_size,
+    )
+
+
+def _check_draft(draft: str | Path | CausalLM | Drafter | None, target: _Source) -> _Source | None:
+    """Refuse a drafter that cannot work, from files alone. A draft model's files, or None."""
+    if draft is None or draft == "ngram":
+        return None
+    if isinstance(draft, CausalLM):
+        return _read(draft)
+    if not isinstance(draft, str | Path):
+        if not callable(getattr(draft, "propose", None)):
+            raise TypeError(f"draft must be None, a string, a path or a Drafter, got {draft!r}")
+        return None
+    text = str(draft)
+    if text.startswith("layer_skip"):
+        skipped_layers(text, target.config.num_layers)
+        return None
+    if text == "suffix" or text.startswith("eagle:"):
+        raise ValueError(f"draft={text!r} is not supported yet")
+    source = _read(text)
+    difference = compare_tokenizers(target.tokenizer, source.tokenizer)
+    if difference is not None:
+        raise ValueError(f"draft {text!r} has another tokenizer than the target: {difference}")
+    return source
+
+
+def _load(
+    source: _Source, config: EngineConfig, backend: AttentionBackend, device: torch.device
+) -> CausalLM:
+    if isinstance(source.model, CausalLM):
+        return source.model
+    dtype = _dtype(config, source, device)
+    return load_model(source.model, dtype=dtype, device=device, attention_backend=backend)
+
+
+def _heavy_drafter(
+    draft: str | Path | CausalLM | Drafter | None,
+    source: _Source | None,
+    config: EngineConfig,
+    limits: _Limits,
+    device: torch.device,
+) -> Drafter | None:
+    """A drafter that brings weights or an object of the user's own; None for the others."""
+    if source is None:
+        return None if draft is None or isinstance(draft, str | Path) else cast(Drafter, draft)
+    # A draft keeps its own dtype on a GPU: cast to the target's it may overflow.
+    own = replace(config, dtype="auto") if device.type == "cuda" else config
+    model = _load(source, own, _backend(own, source, limits, device), device)
+    return DraftModelDrafter(model, vocab_size=limits.vocab_size)
+
+
+def _light_drafter(
+    draft: str | Path | CausalLM | Drafter, target: CausalLM, kv_cache: KVCache, limits: _Limits
+) -> Drafter:
+    if draft == "ngram":
+        return NgramDrafter()
+    num_layers = skipped_layers(str(draft), target.config.num_layers)
+    return LayerSkipDrafter(target, kv_cache, num_layers=num_layers, vocab_size=limits.vocab_size)
+
+
+def _max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:
+    context = model_config.max_position_embeddings
+    if config.max_model_len is None:
+        return context
+    if config.max_model_len > context:
+        raise ValueError(
+            f"max_model_len ({config.max_model_len}) is above the model's context ({context})"
+        )
+    return config.max_model_len
+
+
+def _dtype(config: EngineConfig, source: _Source, device: torch.device) -> torch.dtype:
+    if isinstance(source.model, CausalLM):
+        return source.model.dtype
+    if config.dtype != "auto":
+        return DTYPES[config.dtype]
+    return torch.float32 if device.type == "cpu" else source.config.dtype
+
+
+def _backend(
+    config: EngineConfig, source: _Source, limits: _Limits, device: torch.device
+) -> AttentionBackend:
+    if isinstance(source.model, CausalLM):
+        return source.model.attention_backend
+    return select_backend(
+        config.attention_backend,
+        head_size=source.config.head_size,
+        dtype=_dtype(config, source, device),
+        block_size=limits.block_size,
+        device=device,
+    )
+
+
+def _num_blocks(
+    config: EngineConfig,
+    target: CausalLM,
+    drafter: Drafter | None,
+    limits: _Limits,
+    device: torch.device,
+) -> int:
+    """Blocks of the pool: what was asked for, else what memory holds and the engine can use."""
+    if config.num_kv_blocks is not None:
+        return config.num_kv_blocks
+    bytes_per_block = target.kv_bytes_per_block(limits.block_size)
+    if drafter is not None:
+        bytes_per_block += drafter.bytes_per_block(limits.block_size)
+    blocks_per_text = -(-limits.max_model_len // limits.block_size)
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        budget = free - (1 - config.gpu_memory_utilization) * total - GPU_RESERVED_BYTES
+        if budget < bytes_per_block:
+            raise ValueError(
+                f"no memory for a KV cache: {free / 2**30:.1f} GiB free on {device}, "
+                f"gpu_memory_utilization={config.gpu_memory_utilization}"
+            )
+    else:
+        budget = max(CPU_KV_BYTES, blocks_per_text * bytes_per_block)
+    return min(int(budget // bytes_per_block), blocks_per_text * limits.max_num_seqs)

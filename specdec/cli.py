@@ -1,0 +1,263 @@
+"""The command line: ``specdec generate``, ``graphs``, ``bench`` and ``demo``.
+
+Text and JSON go to standard output, everything said about them to standard error. A mistake of
+the user's is one line and exit code 2; SPECDEC_DEBUG=1 shows the traceback instead.
+"""
+
+import json
+import os
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from specdec import __version__
+from specdec.bench.command import bench
+
+if TYPE_CHECKING:
+    from specdec.engine import Engine
+    from specdec.outputs import Generation, StreamEvent
+    from specdec.params import SamplingParams
+
+USER_ERRORS = (ValueError, TypeError, OSError, NotImplementedError)
+
+app = typer.Typer(
+    help="Speculative decoding that leaves the text as it is, on full CUDA graphs.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+ModelArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[MODEL]",
+        help="A Hugging Face folder or hub id, or a .gguf file. "
+        "Default: the bundled SmolLM2-135M-Instruct.",
+        show_default=False,
+    ),
+]
+DraftOption = Annotated[
+    str,
+    typer.Option(
+        help="none, auto, ngram, layer_skip:N, or a draft model of the same tokenizer.",
+    ),
+]
+KOption = Annotated[int, typer.Option("--k", help="Drafts per step.")]
+DtypeOption = Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+ModeOption = Annotated[
+    str,
+    typer.Option(help="NONE, PIECEWISE, FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE."),
+]
+NoGraphOption = Annotated[
+    bool, typer.Option("--no-graph", help="Run without graphs: --cudagraph-mode NONE.")
+]
+DEFAULT_MODE = "FULL_AND_PIECEWISE"
+
+
+def main() -> None:
+    """Run the command line, and turn a user's mistake into one line."""
+    run(app)
+
+
+def run(application: typer.Typer) -> None:
+    try:
+        application()
+    except BrokenPipeError:
+        # Whoever read the output has seen enough. The interpreter must not flush it again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except USER_ERRORS as error:
+        if os.environ.get("SPECDEC_DEBUG"):
+            raise
+        say(f"error: {' '.join(str(error).split())}")
+        sys.exit(2)
+
+
+def say(line: str = "") -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def draft_of(name: str) -> str | None:
+    return None if name.lower() == "none" else name
+
+
+def graph_mode(mode: str, no_graph: bool) -> str:
+    if not no_graph:
+        return mode
+    if mode.upper() not in (DEFAULT_MODE, "NONE"):
+        raise ValueError(f"--no-graph and --cudagraph-mode {mode} contradict each other")
+    return "NONE"
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.command()
+def generate(
+    model: ModelArgument = None,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option("--prompt", "-p", help="May be given several times. Default: standard input."),
+    ] = None,
+    draft: DraftOption = "auto",
+    k: KOption = 4,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Keep the likeliest tokens; 0 is off.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens of this mass.")] = 1.0,
+    seed: Annotated[
+        int | None, typer.Option(help="Same seed, same text.", show_default=False)
+    ] = None,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    cudagraph_mode: ModeOption = DEFAULT_MODE,
+    no_graph: NoGraphOption = False,
+    chat_template: Annotated[
+        bool, typer.Option(help="Apply an instruct model's chat template.")
+    ] = True,
+    stream: Annotated[
+        bool | None,
+        typer.Option(
+            "--stream/--no-stream",
+            help="Show the text as it comes. Default: on a terminal.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object a prompt, one a line.")
+    ] = False,
+) -> None:
+    """Generate text."""
+    if stream and as_json:
+        raise ValueError("--json and --stream contradict each other")
+    texts = read_prompts(prompt)
+    mode = graph_mode(cudagraph_mode, no_graph)
+    from specdec.api import chat_prompts
+    from specdec.engine import Engine
+    from specdec.params import SamplingParams
+
+    params = SamplingParams(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+    )
+    fields: dict[str, Any] = {"dtype": dtype, "device": device, "cudagraph_mode": mode}
+    with Engine(model, draft_of(draft), k, **fields) as engine:
+        prompts = [chat_prompts(engine, text) if chat_template else text for text in texts]
+        if as_json:
+            for text, result in zip(texts, engine.generate(prompts, params), strict=True):
+                print(json.dumps(as_dict(text, result), ensure_ascii=False), flush=True)
+        else:
+            show = sys.stdout.isatty() if stream is None else stream
+            print_texts(engine, prompts, params, streaming=show)
+
+
+def read_prompts(given: list[str] | None) -> list[str]:
+    if given:
+        return given
+    text = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read().rstrip("\n")
+    if not text:
+        raise ValueError("prompt: give --prompt TEXT, or the text on standard input")
+    return [text]
+
+
+def print_texts(
+    engine: "Engine", prompts: list[Any], params: "SamplingParams", *, streaming: bool
+) -> None:
+    """The texts one after the other where they stream, else all at once; a line on each."""
+    from specdec.tables import stats_line
+    from specdec.timed import run_timed
+
+    def show(_: int, event: "StreamEvent") -> None:
+        print(event.text, end="", flush=True)
+
+    batches = [[prompt] for prompt in prompts] if streaming else [prompts]
+    for batch in batches:
+        started = time.perf_counter()
+        results = run_timed(engine, batch, [params] * len(batch), show if streaming else None)
+        seconds = time.perf_counter() - started
+        for result in results:
+            print("" if streaming else result.text, flush=True)
+            spent = seconds if streaming else result.last_token
+            say(stats_line(result.stats, len(result.token_ids), spent))
+
+
+def as_dict(prompt: str, result: "Generation") -> dict[str, Any]:
+    stats = result.stats
+    names = (
+        "steps",
+        "drafted",
+        "accepted",
+        "acceptance_rate",
+        "mean_tokens_per_step",
+        "drafted_per_step",
+        "accepted_per_step",
+        "acceptance_by_position",
+    )
+    return {
+        "prompt": prompt,
+        "text": result.text,
+        "token_ids": result.token_ids,
+        "finish_reason": result.finish_reason,
+        "prompt_tokens": result.prompt_tokens,
+        "stats": {name: getattr(stats, name) for name in names},
+    }
+
+
+@app.command()
+def graphs(
+    model: ModelArgument = None,
+    draft: DraftOption = "auto",
+    k: KOption = 4,
+    max_num_seqs: Annotated[
+        int | None,
+        typer.Option(help="Requests that run at once.", show_default="8 on the CPU, 64 on a GPU"),
+    ] = None,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    cudagraph_mode: ModeOption = DEFAULT_MODE,
+) -> None:
+    """Capture an engine's graphs and list them."""
+    from rich.console import Console
+
+    from specdec.engine import Engine
+    from specdec.tables import coverage, graph_table
+
+    fields: dict[str, Any] = {
+        "dtype": dtype,
+        "device": device,
+        "cudagraph_mode": cudagraph_mode,
+        "max_num_seqs": max_num_seqs,
+    }
+    with Engine(model, draft_of(draft), k, **fields) as engine:
+        rows = engine.graph_table()
+        console = Console()
+        console.print(graph_table(rows))
+        console.print(coverage(rows), soft_wrap=True)
+
+
+app.command()(bench)
+
+
+@app.command()
+def demo(
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens of each text at most.")] = 48,
+) -> None:
+    """Show real text from the bundled model, with a drafter and without."""
+    from rich.console import Console
+
+    from specdec.demo import run_demo
+
+    run_demo(Console(), max_new_tokens)

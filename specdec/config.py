@@ -1,0 +1,165 @@
+"""The settings of an engine, checked before anything is loaded."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from specdec.verifier.modes import CUDAGraphMode
+
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+ACCEPTANCE = ("auto", "coupled", "rejection")
+COMPILATION_KEYS = ("cudagraph_mode", "cudagraph_capture_sizes", "mode")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """Engine fields. A bad value raises ValueError or TypeError naming the field.
+
+    Attributes:
+        dtype: "auto" (float32 on the CPU, the checkpoint's on a GPU), "float32", "float16" or
+            "bfloat16".
+        device: "auto" (cuda where there is one), "cpu", "cuda" or "cuda:N".
+        cudagraph_mode: a CUDAGraphMode or its name.
+        compilation_config: the same and ``cudagraph_capture_sizes`` in vLLM's form.
+        cudagraph_capture_sizes: batch sizes in tokens to capture; must cover ``max_num_seqs``.
+        uniform_request_counts: batch sizes in requests to capture, instead.
+        attention_backend: "auto", "sdpa" or "triton".
+        max_num_seqs: requests that run at once. Default: 8 on the CPU, 64 on a GPU.
+        max_model_len: longest text, prompt included. Default: the model's context.
+        max_num_batched_tokens: token budget of one step.
+        kv_block_size: positions per KV block, a power of two from 1 to 256; "auto" is 16.
+        num_kv_blocks: blocks of the pool. Default: what memory allows, at most what
+            ``max_num_seqs`` texts of ``max_model_len`` can fill.
+        gpu_memory_utilization: share of the GPU's memory that the engine may fill.
+        enable_prefix_caching: reuse the KV of texts that begin alike.
+        lora: adapters by name; not supported yet.
+        acceptance: "auto" (coupled for rows with a seed, else rejection), "coupled", "rejection".
+        exact: True asks for batch-invariant kernels, "auto" takes them where they are.
+        extra_k: further draft widths, each with graphs of its own, beside 0 and the engine's k.
+        capture: "eager" captures all greedy keys at start-up, "lazy" each key on first use.
+        debug: check the static addresses of every replay.
+    """
+
+    dtype: str = "auto"
+    device: str = "auto"
+    cudagraph_mode: CUDAGraphMode | str = "FULL_AND_PIECEWISE"
+    compilation_config: Mapping[str, Any] | None = None
+    cudagraph_capture_sizes: Sequence[int] | None = None
+    uniform_request_counts: Sequence[int] | None = None
+    attention_backend: str = "auto"
+    max_num_seqs: int | None = None
+    max_model_len: int | None = None
+    max_num_batched_tokens: int = 2048
+    kv_block_size: int | str = "auto"
+    num_kv_blocks: int | None = None
+    gpu_memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
+    lora: Mapping[str, str] | None = None
+    acceptance: str = "auto"
+    exact: bool | str = "auto"
+    extra_k: Sequence[int] = ()
+    capture: str = "eager"
+    debug: bool = False
+
+    def __post_init__(self) -> None:
+        _choose("dtype", self.dtype, ("auto", *DTYPES))
+        _choose("acceptance", self.acceptance, ACCEPTANCE)
+        _choose("capture", self.capture, ("eager", "lazy"))
+        for name in ("max_num_seqs", "max_model_len", "num_kv_blocks", "max_num_batched_tokens"):
+            _check_positive(name, getattr(self, name))
+        if self.kv_block_size != "auto":
+            _check_positive("kv_block_size", self.kv_block_size)
+            size = self.kv_block_size
+            if not isinstance(size, int) or size > 256 or size & (size - 1):
+                raise ValueError(f"kv_block_size must be a power of two from 1 to 256, got {size}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(
+                f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}"
+            )
+        if self.lora:
+            raise ValueError("lora: adapters are not supported yet")
+        if self.exact not in (True, False, "auto"):
+            raise ValueError(f"exact must be True, False or 'auto', got {self.exact!r}")
+        for size in self.capture_sizes or ():
+            _check_positive("cudagraph_capture_sizes", size)
+        for count in self.uniform_request_counts or ():
+            _check_positive("uniform_request_counts", count)
+        self._check_compilation_config()
+        _ = self.graph_mode, self.torch_device
+
+    def _check_compilation_config(self) -> None:
+        config = self.compilation_config
+        if config is None:
+            return
+        if not isinstance(config, Mapping):
+            raise TypeError(f"compilation_config must be a mapping, got {config!r}")
+        unknown = sorted(set(config) - set(COMPILATION_KEYS))
+        if unknown:
+            raise ValueError(
+                f"compilation_config: {', '.join(unknown)} not supported; "
+                f"known keys are {', '.join(COMPILATION_KEYS)}"
+            )
+        if config.get("mode", 0) != 0:
+            raise ValueError(
+                f"compilation_config: mode {config['mode']!r} is not supported yet; 0 is"
+            )
+
+    @property
+    def graph_mode(self) -> CUDAGraphMode:
+        chosen = (self.compilation_config or {}).get("cudagraph_mode", self.cudagraph_mode)
+        return CUDAGraphMode.parse(chosen)
+
+    @property
+    def capture_sizes(self) -> Sequence[int] | None:
+        config = self.compilation_config or {}
+        return config.get("cudagraph_capture_sizes", self.cudagraph_capture_sizes)
+
+    @property
+    def torch_device(self) -> torch.device:
+        if self.device == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            device = torch.device(self.device)
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"device: {self.device!r} is not a device") from error
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(f"device must be cpu or cuda, got {self.device!r}")
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise ValueError(
+                f"device {self.device!r} was asked for; this machine has "
+                f"{torch.cuda.device_count()} CUDA devices"
+            )
+        return device
+
+    @classmethod
+    def field_names(cls) -> frozenset[str]:
+        return frozenset(field.name for field in fields(cls))
+
+
+def check_k(k: object) -> int:
+    """The engine's k: an int of at least 0. ``"auto"`` needs measured costs, not built yet."""
+    if isinstance(k, bool) or not isinstance(k, int):
+        raise TypeError(f"k must be an integer, got {k!r}")
+    if k < 0:
+        raise ValueError(f"k must be at least 0, got {k}")
+    return k
+
+
+def _choose(name: str, value: object, known: Sequence[str]) -> None:
+    if value not in known:
+        raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+
+
+def _check_positive(name: str, value: object) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")

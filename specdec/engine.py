@@ -1,0 +1,335 @@
+"""The engine: requests in, tokens out. ``Engine.step`` is the whole pipeline."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from specdec.config import EngineConfig, check_k
+from specdec.ends import TextTail, close, commit, event
+from specdec.intake import Intake, Prompt
+from specdec.outputs import EngineStats, Generation, StepRecord, StreamEvent
+from specdec.params import SamplingParams
+from specdec.request import Request
+from specdec.scheduler import PrefillChunk, StepPlan
+from specdec.verifier.batch import PendingResult, RowResult
+from specdec.verifier.graph import GraphRow
+
+if TYPE_CHECKING:
+    from specdec.drafters.base import Drafter
+
+MAX_RECORDS = 10_000
+
+
+@dataclass(slots=True)
+class _Launched:
+    """A pass whose results have not been read."""
+
+    requests: list[Request]
+    results: PendingResult
+    is_decode: bool
+    most_tokens: int  # that each of its requests may get from it
+
+
+class Engine:
+    """A speculative-decoding engine over one target model and one drafter.
+
+    Args:
+        model: a Hugging Face folder or hub id, or a ``.gguf`` file; None is the bundled default.
+        draft: None, "auto", "ngram", "layer_skip:N", the path of a smaller checkpoint with the same
+            tokenizer, or a ``Drafter``.
+        k: drafts per row and step.
+        fields: see ``EngineConfig``.
+
+    Not for use from several threads at once. A context manager: leaving it closes the engine.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        draft: str | Path | Drafter | None = None,
+        k: int = 4,
+        **fields: Any,
+    ) -> None:
+        unknown = sorted(set(fields) - EngineConfig.field_names())
+        if unknown:
+            raise TypeError(f"Engine has no field {', '.join(unknown)}")
+        from specdec.build import build
+
+        parts = build(model, draft, check_k(k), EngineConfig(**fields))
+        self.config = parts.config
+        self.model_config = parts.model_config
+        self.tokenizer = parts.tokenizer
+        self.drafter = parts.drafter
+        self.k = parts.max_k
+        self.max_model_len = parts.max_model_len
+        self.capture_seconds = parts.capture_seconds
+        self._runner = parts.runner
+        self._scheduler = parts.scheduler
+        self._pool = parts.scheduler.pool
+        self._intake: Intake = parts.intake
+        # A drafter on the host reads the newest tokens, so its steps cannot overlap.
+        host_drafts = self.drafter is not None and not self.drafter.capturable
+        self._reads_late = parts.runner.device.type == "cuda" and not host_drafts
+        self._launched: deque[_Launched] = deque()
+        self._tails: dict[Request, TextTail] = {}
+        self._records: deque[StepRecord] = deque(maxlen=MAX_RECORDS)
+        self._stats = EngineStats(
+            total_kv_blocks=self._pool.num_blocks,
+            free_kv_blocks=self._pool.num_free,
+            steps_by_mode={"FULL": 0, "PIECEWISE": 0, "NONE": 0},
+        )
+        self._closed = False
+
+    # -- what a user calls ------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        lora: str | Sequence[str | None] | None = None,
+    ) -> Generation | list[Generation]:
+        """One Generation for a single prompt, else a list in the prompts' order.
+
+        All requests are checked before any runs.
+        """
+        single = isinstance(prompts, str) or not prompts or not _is_prompt(prompts[0])
+        many: list[Any] = [prompts] if single else list(prompts)
+        if lora:
+            raise ValueError(f"lora: no adapter {lora!r} is loaded; adapters are not supported yet")
+        every = self._params_for(many, params)
+        groups = [self._intake.make(prompt, each) for prompt, each in zip(many, every, strict=True)]
+        for group in groups:
+            self._admit(group)
+        try:
+            while any(r.finish_reason is None for group in groups for r in group):
+                self.step()
+        except BaseException:
+            for group in groups:
+                self._abort(group)
+            raise
+        results = [self._generation(group) for group in groups]
+        return results[0] if single else results
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamEvent]:
+        """Generate one prompt, yielding what each step adds. Closing the iterator aborts it."""
+        group = self.add_request(prompt, params)
+        return self._events(group)
+
+    def add_request(self, prompt: Prompt, params: SamplingParams | None = None) -> list[Request]:
+        """Queue a request, one per choice; ``step`` runs it. For callers with their own loop."""
+        group = self._intake.make(prompt, params or SamplingParams())
+        self._admit(group)
+        return group
+
+    def abort(self, request_id: str) -> None:
+        """End a request where it stands; others are not disturbed. Unknown ids are ignored."""
+        self._abort([r for r in self._tails if r.id == request_id])
+
+    def graph_table(self) -> list[GraphRow]:
+        """One row per captured graph."""
+        return self._runner.graph_table()
+
+    def stats(self) -> EngineStats:
+        """Totals since the engine started, as of now."""
+        self._stats.free_kv_blocks = self._pool.num_free
+        self._stats.preemptions = self._scheduler.num_preemptions
+        return copy.deepcopy(self._stats)
+
+    def recent_steps(self, n: int = 100) -> list[StepRecord]:
+        """The last n launches, oldest first."""
+        return list(self._records)[-n:] if n > 0 else []
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where a block or a row is held other than once."""
+        self._scheduler.check_integrity()
+
+    def close(self) -> None:
+        """Abort what runs and release the device memory."""
+        if self._closed:
+            return
+        self._abort(list(self._tails))
+        self._drain()
+        self._closed = True
+        self._runner.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # -- the pipeline -----------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Schedule, launch (draft, verify and accept in one replay; prefill), then commit.
+
+        On a GPU the results committed here are those of the step before.
+        """
+        plan = self._scheduler.schedule(may_preempt=not self._launched)
+        if plan is None:
+            return self._drain()
+        of_last_step = len(self._launched)
+        self._install(plan)
+        self._launch_decode(plan)
+        self._launch_prefill(plan)
+        if self._reads_late and not plan.is_empty:
+            self._drain(of_last_step)
+        else:
+            self._drain()
+
+    def _install(self, plan: StepPlan) -> None:
+        """Write the rows and block tables that this plan adds."""
+        state = self._runner.state
+        for request in plan.admitted:
+            self._runner.install(request)
+        for request, first, blocks in plan.new_blocks:
+            state.write_blocks(request.row, first, blocks)
+
+    def _launch_decode(self, plan: StepPlan) -> None:
+        if not plan.decodes:
+            return
+        results, record = self._runner.decode(
+            [request.row for request in plan.decodes],
+            plan.k,
+            sampled=any(r.needs_sampling for r in plan.decodes),
+            catch_up_passes=self._catch_up_passes(plan),
+            with_logprobs=any(r.params.logprobs is not None for r in plan.decodes),
+        )
+        self._note(record)
+        self._track(_Launched(plan.decodes, results, True, 1 + plan.k))
+
+    def _launch_prefill(self, plan: StepPlan) -> None:
+        if not plan.prefills:
+            return
+        chunks: list[PrefillChunk] = plan.prefills
+        sampling = [chunk.request for chunk in chunks if chunk.samples]
+        results, record = self._runner.prefill(
+            chunks,
+            sampled=any(r.needs_sampling for r in sampling),
+            with_logprobs=any(r.params.logprobs is not None for r in sampling),
+        )
+        self._note(record)
+        self._stats.prefill_chunks += len(chunks)
+        if results is not None:
+            self._track(_Launched(sampling, results, False, 1))
+
+    def _catch_up_passes(self, plan: StepPlan) -> int:
+        """How many catch-up passes bring every row's draft KV up to date before this step."""
+        if plan.k == 0:
+            for request in plan.decodes:
+                request.undrafted_steps += 1
+            return 0
+        behind = max(request.undrafted_steps for request in plan.decodes)
+        for request in plan.decodes:
+            request.undrafted_steps = 0
+        width = self.drafter.catchup_width if self.drafter is not None else 0
+        # One more token than steps: the last draft of a fully accepted run was never fed.
+        return -(-(behind + 1) // width) if width and behind else 0
+
+    def _track(self, launched: _Launched) -> None:
+        for request in launched.requests:
+            request.passes_in_flight += 1
+            request.tokens_in_flight += launched.most_tokens
+        self._launched.append(launched)
+
+    def _drain(self, count: int | None = None) -> None:
+        """Commit the oldest ``count`` passes in flight, or all of them."""
+        for _ in range(len(self._launched) if count is None else count):
+            self._commit(self._launched.popleft())
+
+    def _commit(self, launched: _Launched) -> None:
+        """Read a pass's results and append them to its requests."""
+        for request, result in zip(launched.requests, launched.results.read(), strict=True):
+            request.passes_in_flight -= 1
+            request.tokens_in_flight -= launched.most_tokens
+            # What the device ran after a request's end is counted nowhere.
+            if request.finish_reason is None:
+                self._commit_row(request, result, launched.is_decode)
+
+    def _commit_row(self, request: Request, result: RowResult, is_decode: bool) -> None:
+        tail = self._tails[request]
+        committed = commit(request, tail, result)
+        if is_decode:
+            accepted = min(result.num_accepted, committed)
+            request.stats.record(result.num_drafted, accepted, committed)
+            self._stats.record(request.adapter, result.num_drafted, accepted)
+        request.events.append(event(request, tail, committed))
+        if request.finish_reason != "error":
+            self._scheduler.publish(request)
+        if request.finish_reason is not None:
+            self._retire(request)
+
+    # -- requests ---------------------------------------------------------------------------------
+
+    def _admit(self, group: list[Request]) -> None:
+        if self._closed:
+            raise RuntimeError("the engine is closed")
+        for request in group:
+            self._tails[request] = TextTail(self.tokenizer, request.params.stop_strings)
+            self._scheduler.add(request)
+
+    def _retire(self, request: Request) -> None:
+        self._scheduler.finish(request)
+        del self._tails[request]
+
+    def _abort(self, group: Sequence[Request]) -> None:
+        for request in group:
+            if request.finish_reason is None:
+                tail = self._tails[request]
+                close(request, tail)
+                request.finish_reason = "abort"
+                request.events.append(event(request, tail, 0))
+                self._retire(request)
+
+    def _events(self, group: list[Request]) -> Iterator[StreamEvent]:
+        try:
+            while True:
+                for request in group:
+                    while request.events:
+                        yield request.events.popleft()
+                if all(r.finish_reason is not None and not r.events for r in group):
+                    return
+                self.step()
+        finally:
+            self._abort(group)
+
+    def _params_for(
+        self, prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[SamplingParams]:
+        if params is None or isinstance(params, SamplingParams):
+            return [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise ValueError(f"params: {len(params)} given for {len(prompts)} prompts")
+        return list(params)
+
+    def _generation(self, group: list[Request]) -> Generation:
+        choices = [
+            Generation(
+                text=r.text,
+                token_ids=r.output_ids,
+                finish_reason=r.finish_reason or "abort",
+                prompt_tokens=len(r.prompt_ids),
+                stats=r.stats,
+                logprobs=r.logprobs if r.params.logprobs is not None else None,
+            )
+            for r in group
+        ]
+        choices[0].choices = list(choices)
+        return choices[0]
+
+    def _note(self, record: StepRecord) -> None:
+        self._records.append(record)
+        self._stats.steps_by_mode[record.mode] += 1
+        if record.k or record.reason != "prefill":
+            self._stats.live_rows += record.num_reqs
+            self._stats.padded_rows += record.descriptor.num_reqs - record.num_reqs
+
+
+def _is_prompt(value: object) -> bool:
+    """A string or a list of ids, not one id."""
+    return isinstance(value, str | Sequence)

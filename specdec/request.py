@@ -1,0 +1,92 @@
+"""A request: its life on the host, from arrival to its last token."""
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from specdec.outputs import GenerationStats, StreamEvent, TokenLogprob
+from specdec.params import SamplingParams
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Request:
+    """One text to be generated. With ``n`` > 1 a prompt is n requests, one per choice.
+
+    The host's counts lag behind the device by the passes in flight; ``tokens_in_flight`` bounds
+    what those may still add.
+    """
+
+    id: str
+    index: int
+    prompt_ids: list[int]
+    params: SamplingParams
+    k: int
+    end: int  # length of prompt and output at which the text ends
+    seed: int
+    coupled: bool
+    stop_ids: frozenset[int]
+    bad_words: list[list[int]]
+    arrival: int
+    adapter: str = "base"
+    arrival_time: float = field(default_factory=time.perf_counter)
+
+    output_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+    stats: GenerationStats = field(default_factory=GenerationStats)
+    events: deque[StreamEvent] = field(default_factory=deque)
+    token_times: list[float] = field(default_factory=list)
+
+    row: int = -1  # row of the device state; -1 while it waits
+    blocks: list[int] = field(default_factory=list)
+    prefill_goal: int = 0  # positions that the prefill computes
+    num_cached: int = 0  # positions whose KV came from the prefix cache
+    num_published: int = 0  # blocks whose content the pool knows
+    num_computed: int = 0  # positions whose KV the prefill has computed or launched
+    passes_in_flight: int = 0
+    tokens_in_flight: int = 0
+    undrafted_steps: int = 0  # steps since the drafter last read this text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.prompt_ids + self.output_ids
+
+    @property
+    def num_committed(self) -> int:
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def is_prefilled(self) -> bool:
+        return self.row >= 0 and self.num_computed >= self.prefill_goal
+
+    @property
+    def surely_done(self) -> bool:
+        """The passes in flight reach ``end``: each adds one token at least."""
+        return self.num_committed + self.passes_in_flight >= self.end
+
+    def slots_needed(self, k: int) -> int:
+        """KV positions that must exist before one more pass of k drafts is launched.
+
+        The token at ``end - 1`` is never fed, so a request needs ``end - 1`` positions at most.
+        """
+        return min(self.num_committed + self.tokens_in_flight + k, self.end - 1)
+
+    @property
+    def needs_sampling(self) -> bool:
+        """It cannot take the greedy graph: a temperature, a logit rule, or logprobs."""
+        params = self.params
+        return (
+            params.temperature > 0
+            or params.presence_penalty != 0
+            or params.frequency_penalty != 0
+            or params.repetition_penalty != 1
+            or bool(params.logit_bias)
+            or bool(self.bad_words)
+            or params.min_tokens > 0
+            or params.logprobs is not None
+        )
+
+    @property
+    def remaining(self) -> int:
+        return self.end - self.num_committed

@@ -1,0 +1,214 @@
+"""Who runs in the next step: rows that decode, chunks that prefill, and the blocks for both."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from specdec.request import Request
+from specdec.verifier.kv_cache import BlockPool, OutOfBlocks, block_contents
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    request: Request
+    start: int
+    end: int
+    samples: bool  # it ends a prompt, whose first token comes from here; a resumed text has its own
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What one step runs."""
+
+    k: int = 0
+    decodes: list[Request] = field(default_factory=list)
+    prefills: list[PrefillChunk] = field(default_factory=list)
+    admitted: list[Request] = field(default_factory=list)
+    new_blocks: list[tuple[Request, int, list[int]]] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.decodes and not self.prefills
+
+
+class Scheduler:
+    """Continuous batching, first come first served, over one token budget per step.
+
+    Decode rows come first and are scheduled with their whole 1 + k or not at all; where the budget
+    does not hold all of them they take turns, so each runs at least once in
+    ``ceil(rows / (budget // (1 + k)))`` steps. While prompts wait, a quarter of the budget is
+    theirs. When the pool is short of blocks the latest arrival gives up its own and is recomputed
+    later; the earliest always goes on, so every request ends.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        block_size: int,
+        pool: BlockPool,
+        allowed_k: tuple[int, ...],
+        draft_lag: int,
+        prefix_caching: bool,
+    ) -> None:
+        """``draft_lag``: committed tokens at the end of a text that a drafter's KV may lack."""
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.block_size = block_size
+        self.pool = pool
+        self.allowed_k = sorted(allowed_k)
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.draft_lag = draft_lag
+        self.prefix_caching = prefix_caching
+        self.num_preemptions = 0
+        self.num_cached_tokens = 0
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._turn = 0
+        self._unwritten_blocks: list[tuple[Request, int, list[int]]] = []
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def schedule(self, *, may_preempt: bool) -> StepPlan | None:
+        """Plan the next step. None: blocks are short, and passes in flight must be read first."""
+        plan = StepPlan(new_blocks=self._unwritten_blocks)
+        self._unwritten_blocks = []
+        decodes = [r for r in self.running if r.is_prefilled and not r.surely_done]
+        plan.k = self._batch_k(decodes)
+        for request in self._take_turns(decodes, plan.k):
+            if request.row < 0:
+                continue  # preempted for an earlier row of this step
+            while not self._reserve(request, request.slots_needed(plan.k), plan):
+                if not may_preempt:
+                    self._unwritten_blocks = plan.new_blocks
+                    return None
+                victim = max(self.running, key=lambda r: r.arrival)
+                self._preempt(victim, plan)
+                if victim is request:
+                    break
+            if request.row >= 0:
+                plan.decodes.append(request)
+        self._schedule_prefills(plan)
+        return plan
+
+    def _batch_k(self, decodes: list[Request]) -> int:
+        wanted = max((min(r.k, r.remaining - 1) for r in decodes), default=0)
+        return next(k for k in self.allowed_k if k >= wanted)
+
+    def _take_turns(self, decodes: list[Request], k: int) -> list[Request]:
+        budget = self.max_num_batched_tokens
+        if self.waiting or any(not r.is_prefilled for r in self.running):
+            budget -= budget // 4
+        limit = max(budget // (1 + k), 1)
+        if len(decodes) <= limit:
+            return list(decodes)
+        start = self._turn % len(decodes)
+        self._turn += limit
+        chosen = [decodes[(start + i) % len(decodes)] for i in range(limit)]
+        return sorted(chosen, key=lambda r: r.arrival)
+
+    def _schedule_prefills(self, plan: StepPlan) -> None:
+        budget = self.max_num_batched_tokens - len(plan.decodes) * (1 + plan.k)
+        for request in self.running:
+            if not request.is_prefilled and budget > 0:
+                budget -= self._add_chunk(request, budget, plan)
+        while self.waiting and self._free_rows and budget > 0:
+            request = self.waiting[0]
+            # The last committed token is a decode step's input. A text without output has no such
+            # step before it: its prefill reads the whole prompt and samples the first token.
+            request.prefill_goal = request.num_committed - bool(request.output_ids)
+            self._take_cached(request, plan)
+            if not self._reserve(request, request.slots_needed(1 + request.k), plan):
+                self._give_up_blocks(request, plan)
+                break
+            self.waiting.popleft()
+            self.num_cached_tokens += request.num_cached
+            request.row = self._free_rows.pop()
+            self.running.append(request)
+            plan.admitted.append(request)
+            budget -= self._add_chunk(request, budget, plan)
+
+    def _take_cached(self, request: Request, plan: StepPlan) -> None:
+        """Start from blocks that an earlier text with the same beginning has filled."""
+        if self.prefix_caching:
+            # One token at least is computed, for its logits.
+            tokens = request.token_ids[: request.prefill_goal - 1]
+            contents = list(block_contents(tokens, self.block_size, request.adapter))
+            request.blocks = self.pool.take_prefix(contents)
+            if request.blocks:
+                plan.new_blocks.append((request, 0, list(request.blocks)))
+        request.num_published = len(request.blocks)
+        request.num_cached = request.num_computed = len(request.blocks) * self.block_size
+
+    def publish(self, request: Request) -> None:
+        """Offer the full blocks of committed, verified tokens to texts with the same beginning."""
+        if not self.prefix_caching or request.row < 0:
+            return
+        valid = request.num_committed - 1 - self.draft_lag - request.undrafted_steps
+        if valid // self.block_size <= request.num_published:
+            return
+        contents = block_contents(request.token_ids[:valid], self.block_size, request.adapter)
+        for number, content in enumerate(contents):
+            if number >= request.num_published:
+                self.pool.publish(request.blocks[number], content)
+        request.num_published = valid // self.block_size
+
+    def _add_chunk(self, request: Request, budget: int, plan: StepPlan) -> int:
+        start = request.num_computed
+        end = min(request.prefill_goal, start + budget)
+        samples = end == request.prefill_goal and not request.output_ids
+        plan.prefills.append(PrefillChunk(request, start, end, samples))
+        request.num_computed = end
+        return end - start
+
+    def _reserve(self, request: Request, num_slots: int, plan: StepPlan) -> bool:
+        first = len(request.blocks)
+        missing = -(-num_slots // self.block_size) - first
+        if missing <= 0:
+            return True
+        try:
+            blocks = self.pool.allocate(missing)
+        except OutOfBlocks:
+            return False
+        request.blocks.extend(blocks)
+        plan.new_blocks.append((request, first, blocks))
+        return True
+
+    def _preempt(self, request: Request, plan: StepPlan) -> None:
+        assert request.passes_in_flight == 0
+        self.num_preemptions += 1
+        self._release(request)
+        self.waiting.appendleft(request)
+        plan.decodes = [r for r in plan.decodes if r is not request]
+        plan.new_blocks = [entry for entry in plan.new_blocks if entry[0] is not request]
+
+    def _give_up_blocks(self, request: Request, plan: StepPlan) -> None:
+        self.pool.release(request.blocks)
+        request.blocks = []
+        plan.new_blocks = [entry for entry in plan.new_blocks if entry[0] is not request]
+
+    def finish(self, request: Request) -> None:
+        """Give back what an ended or aborted request holds, wherever it stands."""
+        if request.row >= 0:
+            self._release(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+
+    def _release(self, request: Request) -> None:
+        self.running.remove(request)
+        self.pool.release(request.blocks)
+        request.blocks = []
+        self._free_rows.append(request.row)
+        self._unwritten_blocks = [e for e in self._unwritten_blocks if e[0] is not request]
+        request.row = -1
+
+    def check_integrity(self) -> None:
+        """Blocks and rows are each held once. Raises AssertionError with the numbers."""
+        self.pool.check_integrity(request.blocks for request in self.running)
+        rows = sorted(self._free_rows + [request.row for request in self.running])
+        if rows != list(range(len(rows))):
+            raise AssertionError(f"state rows held other than once: {rows}")

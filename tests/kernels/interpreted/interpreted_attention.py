@@ -1,0 +1,103 @@
+"""Paged attention against float64, and the bits of its reduction tree."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from attention_batch import HEAD_IDS, HEADS, Batch, make_batch
+
+from specdec.kernels import attention_triton
+from specdec.kernels.attention_tree import NODE, leaf_size
+
+LEAF = leaf_size(16, 4)
+TOLERANCE = 2e-6
+
+
+def attend(batch: Batch, scratch: attention_triton.Scratch | None = None) -> torch.Tensor:
+    return attention_triton.paged_attention(**batch.arguments(), scratch=scratch)
+
+
+def assert_exact(batch: Batch, scratch: attention_triton.Scratch | None = None) -> None:
+    result = attend(batch, scratch)
+    torch.testing.assert_close(result.double(), batch.exact(), rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=HEAD_IDS)
+def test_uniform(heads) -> None:
+    """Bottom-right alignment at the borders of blocks, for each head on its own."""
+    group = heads[0] // heads[1]
+    query_len = 5 if group < 8 else 1
+    contexts = [0, 1, 15, 16, 17, 75]
+    batch = make_batch(
+        contexts,
+        [query_len] * len(contexts),
+        uniform=True,
+        num_heads=group * min(2, heads[1]),
+        num_kv_heads=min(2, heads[1]),
+        block_size=16,
+    )
+    assert_exact(batch)
+
+
+@pytest.mark.parametrize(("head_size", "block_size"), [(64, 1), (80, 256), (96, 4), (128, 32)])
+def test_head_and_block_sizes(head_size, block_size) -> None:
+    sizes = {"head_size": head_size, "block_size": block_size, "num_heads": 3, "num_kv_heads": 1}
+    assert_exact(make_batch([0, 75, 130], [2] * 3, uniform=True, **sizes))
+    assert_exact(make_batch([0, 75], [33, 2], uniform=False, **sizes))
+
+
+def test_many_rows_for_one_head_take_several_tiles() -> None:
+    assert_exact(make_batch([70], [17], uniform=True, num_heads=8, num_kv_heads=1))
+
+
+def test_mixed_lengths_with_empty_requests_and_spare_rows() -> None:
+    batch = make_batch([0, 12, 0, 150, 7, -1], [63, 5, 0, 1, 20, 3], uniform=False, spare_rows=3)
+    assert_exact(batch)
+
+
+def test_rows_that_see_no_key_are_zero() -> None:
+    for uniform in (True, False):
+        batch = make_batch([0, -1, 6], [4] * 3, uniform=uniform, seq_lens=[0, 3, 8], table_width=5)
+        assert_exact(batch)
+        assert not attend(batch)[:5].any()
+
+
+def test_scratch_is_left_ready_for_the_next_launch() -> None:
+    """Counters return to zero, and parts left by another launch, NaN here, are never read."""
+    scratch = attention_triton.Scratch()
+    for contexts in ([200, 3], [0, 33], [150, 150]):
+        batch = make_batch(contexts, [2, 2], uniform=True, table_width=60)
+        assert_exact(batch, scratch)
+        assert not scratch.counters(1, batch.query).any()
+        scratch.parts(1, batch.query).fill_(torch.nan)
+    assert len(scratch._kept) == 2
+
+
+def solo(batch: Batch, request: int, first: int, query_len: int) -> Batch:
+    """Rows ``first .. first + query_len - 1`` of one request as a uniform batch of their own."""
+    start = int(batch.query_start_loc[request]) + first
+    context = batch.context_lens[request : request + 1] + first
+    return replace(
+        batch,
+        query=batch.query[start : start + query_len],
+        block_table=batch.block_table[request : request + 1],
+        query_start_loc=torch.tensor([0, query_len], dtype=torch.int32),
+        context_lens=context,
+        seq_lens=context + query_len,
+        max_query_len=query_len,
+        uniform=True,
+    )
+
+
+def test_bits_do_not_depend_on_the_split(monkeypatch) -> None:
+    """One prompt over leaf and node borders, and each of its rows decoded or verified alone with
+    leaves, nodes or all keys as the unit of work: the same bits."""
+    length = LEAF * (NODE + 1) + 7
+    batch = make_batch([0], [length], uniform=False, num_heads=3, num_kv_heads=1)
+    prompt = attend(batch)
+    for programs, scratch_bytes in ((1000, 1 << 30), (1, 1 << 30), (1, 0)):
+        monkeypatch.setattr(attention_triton, "num_programs", lambda *_, n=programs: n)
+        monkeypatch.setattr(attention_triton, "MAX_SCRATCH_BYTES", scratch_bytes)
+        for first, query_len in ((0, 5), (LEAF - 3, 5), (LEAF * NODE - 1, 2), (length - 1, 1)):
+            rows = attend(solo(batch, 0, first, query_len))
+            assert torch.equal(rows, prompt[first : first + query_len])

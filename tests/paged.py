@@ -1,0 +1,75 @@
+"""Running one sequence through a model and its paged KV cache, for tests of models."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from specdec.verifier.attention.base import AttentionMetadata
+from specdec.verifier.attention.sdpa import SdpaBackend
+from specdec.verifier.kv_cache import KVCache
+from specdec.verifier.loading import load_model
+from specdec.verifier.models.llama import CausalLM
+
+BLOCK_SIZE = 4
+
+
+def load(path: str | Path | None, dtype: torch.dtype | None = torch.float32) -> CausalLM:
+    return load_model(path, dtype=dtype, attention_backend=SdpaBackend("cpu"))
+
+
+def cache_for(model: CausalLM, num_tokens: int) -> KVCache:
+    """Enough blocks for ``num_tokens``, poisoned: a slot read before it is written gives NaN."""
+    config = model.config
+    cache = KVCache(
+        num_layers=config.num_layers,
+        num_blocks=-(-num_tokens // BLOCK_SIZE) + 1,
+        block_size=BLOCK_SIZE,
+        num_kv_heads=config.num_kv_heads,
+        head_size=config.head_size,
+        dtype=model.dtype,
+        device=model.device,
+    )
+    cache.data.fill_(torch.nan)
+    return cache
+
+
+@torch.inference_mode()
+def logits_of(
+    model: CausalLM,
+    ids: Sequence[int],
+    *,
+    chunks: Sequence[int] | None = None,
+    num_layers: int | None = None,
+) -> Tensor:
+    """Logits after each of ``ids``, [len(ids), vocab], fed in ``chunks`` (one by default).
+
+    The sequence's blocks lie in the pool in reverse order.
+    """
+    cache = cache_for(model, len(ids))
+    table = torch.arange(cache.num_blocks - 1, -1, -1, dtype=torch.int32)[None]
+    out, start = [], 0
+    for length in chunks or [len(ids)]:
+        positions = torch.arange(start, start + length)
+        slots = table[0, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
+        metadata = AttentionMetadata(
+            query_start_loc=torch.tensor([0, length], dtype=torch.int32),
+            context_lens=torch.tensor([start], dtype=torch.int32),
+            seq_lens=torch.tensor([start + length], dtype=torch.int32),
+            block_table=table,
+            slot_mapping=slots,
+            max_query_len=length,
+            uniform=True,
+        )
+        token_ids = torch.tensor(ids[start : start + length])
+        hidden = model.forward(token_ids, positions, cache, metadata, num_layers=num_layers)
+        out.append(model.compute_logits(hidden))
+        start += length
+    assert start == len(ids)
+    return torch.cat(out)
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """max |a - b| / max |b|; NaN where either has one."""
+    return float((actual - expected).abs().max() / expected.abs().max())

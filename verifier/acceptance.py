@@ -1,0 +1,122 @@
+"""The acceptance rule: which drafts stay, and the target's own token after them.
+
+Shape letters: R requests, Q = 1 + k query length, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdec.verifier.processors import RuleRows, apply_rules
+from specdec.verifier.sampling import (
+    SamplingRows,
+    accept_uniform,
+    coupled_tokens,
+    log_probs,
+    recover_noise,
+)
+
+PLACEHOLDER_TOKEN_ID = -1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Acceptance:
+    tokens: Tensor  # [R, Q] int64: accepted drafts, then one token of the target's, then -1
+    num_accepted: Tensor  # [R] int64
+    failed: Tensor  # [R] bool: the logits after the accepted run are not finite; no token follows
+
+
+def accept(
+    logits: Tensor,
+    draft_ids: Tensor,
+    num_drafted: Tensor,
+    draft_probs: Tensor | None = None,
+    rows: SamplingRows | None = None,
+    rules: RuleRows | None = None,
+) -> Acceptance:
+    """Keep the longest valid prefix of the drafts and add one token of the target's own.
+
+    Greedy rows accept a draft that is the target's argmax. Coupled rows accept a draft that is the
+    target's Gumbel-max sample under noise that depends on (seed, output index, token id) only, so
+    that the text does not depend on the drafts. The other rows follow speculative sampling
+    (Leviathan et al. 2023, Chen et al. 2023): accept with probability min(1, p/q), then sample
+    from the normalised positive part of p - q; a draft without probabilities counts as one-hot.
+
+    Args:
+        logits: [R, Q, V] float32 of the target; row j follows j drafts.
+        draft_ids: [R, Q - 1] int64; entries at or past ``num_drafted`` are ignored.
+        num_drafted: [R] int64.
+        draft_probs: [R, Q - 1, V] float32, the distributions that the drafts were sampled from.
+        rows: sampling parameters; None means that every row is greedy.
+        rules: penalties, biases and bans, applied to every row with its own prefix; None for none.
+    """
+    query_len = logits.shape[1]
+    finite = logits.amax(-1).isfinite()  # [R, Q]: NaN and +inf reach the maximum
+    if rules is not None:
+        logits = apply_rules(logits, draft_ids, rules)
+    targets = logits.argmax(-1)  # [R, Q]
+    agrees = draft_ids == targets[:, :-1]
+    logp = None
+    if rows is not None:
+        logp = log_probs(logits, rows)
+        targets = torch.where(rows.greedy[:, None], targets, coupled_tokens(logp, rows))
+        agrees = draft_ids == targets[:, :-1]
+        passes = _passes_rejection(logp, draft_ids, draft_probs, rows)
+        agrees = torch.where(_by_rejection(rows)[:, None], passes, agrees)
+
+    steps = torch.arange(query_len, device=logits.device)
+    agrees = agrees & finite[:, :-1] & (steps[:-1] < num_drafted[:, None])
+    num_accepted = agrees.long().cumprod(1).sum(1)
+    last = num_accepted[:, None]
+    own = targets.gather(1, last)[:, 0]
+    if rows is not None and logp is not None:
+        recovered = _recovered_tokens(logp, draft_ids, num_drafted, draft_probs, num_accepted, rows)
+        own = torch.where(_by_rejection(rows), recovered, own)
+
+    padded = torch.nn.functional.pad(draft_ids, (0, 1))
+    tokens = padded.where(steps < last, own[:, None]).where(steps <= last, PLACEHOLDER_TOKEN_ID)
+    failed = ~finite.gather(1, last)[:, 0]
+    return Acceptance(tokens=tokens, num_accepted=num_accepted, failed=failed)
+
+
+def _by_rejection(rows: SamplingRows) -> Tensor:
+    return ~rows.greedy & ~rows.coupled
+
+
+def _passes_rejection(
+    logp: Tensor, draft_ids: Tensor, draft_probs: Tensor | None, rows: SamplingRows
+) -> Tensor:
+    """[R, Q - 1] bool: u * q(draft) < p(draft). A q that is not finite fails."""
+    ids = draft_ids.clamp_min(0)[..., None]
+    target = logp[:, :-1].gather(2, ids)[..., 0].exp()
+    uniform = accept_uniform(rows, draft_ids.shape[1])
+    if draft_probs is None:
+        return uniform < target
+    return uniform * draft_probs.gather(2, ids)[..., 0] < target
+
+
+def _recovered_tokens(
+    logp: Tensor,
+    draft_ids: Tensor,
+    num_drafted: Tensor,
+    draft_probs: Tensor | None,
+    num_accepted: Tensor,
+    rows: SamplingRows,
+) -> Tensor:
+    """[R] int64: a sample of (p - q)+ where a draft was rejected, of p after the last draft."""
+    vocab_size = logp.shape[2]
+    probs = logp.gather(1, num_accepted[:, None, None].expand(-1, 1, vocab_size))[:, 0].exp()
+    if draft_ids.shape[1]:
+        at = num_accepted.clamp_max(draft_ids.shape[1] - 1)[:, None]
+        if draft_probs is None:
+            ids = draft_ids.gather(1, at).clamp_min(0)
+            proposal = torch.zeros_like(probs).scatter_(1, ids, 1.0)
+        else:
+            proposal = draft_probs.gather(1, at[..., None].expand(-1, 1, vocab_size))[:, 0]
+            proposal = torch.nan_to_num(proposal, nan=0.0, posinf=0.0, neginf=0.0)
+        rejected = (num_accepted < num_drafted)[:, None]
+        residual = (probs - proposal.where(rejected, 0.0)).clamp_min(0.0)
+        # Rounding alone can leave nothing of p - q where the two are equal: then p is the residual.
+        probs = residual.where(residual.sum(-1, keepdim=True) > 0, probs)
+    return (probs.log() + recover_noise(rows, num_accepted, vocab_size)).argmax(-1)

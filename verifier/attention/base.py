@@ -1,0 +1,61 @@
+"""The protocol of an attention backend and the metadata that every backend reads.
+
+Shape letters: T tokens, R requests, Q query length, H query heads, G key/value heads, D head size,
+B block size, N blocks of the pool, W width of a block table.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from specdec.verifier.modes import AttentionCGSupport
+
+PAD_SLOT_ID = -1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionMetadata:
+    """Where each request's queries stand and where its keys lie. All tensors are on the device.
+
+    Query row ``j`` of request ``r`` stands at position ``context_lens[r] + j`` and sees the keys
+    ``0 .. min(context_lens[r] + j, seq_lens[r] - 1)``; a row that sees no key gives exact zeros.
+    ``context_lens`` may be -1 (a first row that stands before the text), and ``seq_lens`` may be
+    less than ``context_lens + query_len`` (the tail of a row that drafted less than the batch):
+    keys at or past ``seq_lens`` are never read, whatever they hold.
+    """
+
+    query_start_loc: Tensor  # [R + 1] int32: request r owns token rows loc[r] .. loc[r + 1] - 1
+    context_lens: Tensor  # [R] int32: tokens before the request's first query row
+    seq_lens: Tensor  # [R] int32: valid keys of the request; 0 for a padding row
+    block_table: Tensor  # [R, W] int32: the pool's block for each run of B positions
+    slot_mapping: Tensor  # [T] int64: block * B + offset to write; PAD_SLOT_ID writes nowhere
+    max_query_len: int  # longest query of the batch; frozen at capture
+    uniform: bool  # every request has exactly max_query_len query rows (T = R * max_query_len)
+
+
+class AttentionBackend(Protocol):
+    """Attention over a paged KV cache.
+
+    Keys and values of the batch's own tokens are already in the cache when ``forward`` is called.
+    """
+
+    name: str
+    cg_support: AttentionCGSupport
+    batch_invariant: bool
+
+    def unsupported(
+        self, *, head_size: int, dtype: torch.dtype, block_size: int, device: torch.device
+    ) -> str | None:
+        """Why this backend cannot serve such a model, or None if it can."""
+
+    def forward(
+        self,
+        query: Tensor,  # [T, H, D]
+        key_cache: Tensor,  # [N + 1, B, G, D]; the last block takes what padding rows write
+        value_cache: Tensor,  # [N + 1, B, G, D]
+        metadata: AttentionMetadata,
+        scale: float,
+    ) -> Tensor:
+        """Attention of every query row over its request's keys: [T, H, D], query's dtype."""

@@ -1,0 +1,134 @@
+"""Attention in plain PyTorch: the reference, and what runs on the CPU.
+
+Shape letters: T query rows, R requests, Q rows of a request, H query heads, G key/value heads,
+D head size, N blocks of the pool, B block size, W width of a block table, L visible keys.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specdec.kernels.attention import paged_attention_reference
+from specdec.verifier.attention.base import AttentionMetadata
+from specdec.verifier.modes import AttentionCGSupport
+
+# Up to this many float32 scores, products with all of them in memory are the fastest way. In lower
+# precision PyTorch would round the scores between the products.
+_MAX_SCORES = 1 << 22
+
+
+def attend_request(
+    query: Tensor, keys: Tensor, values: Tensor, context_len: int, scale: float
+) -> Tensor:
+    """Attention of one request's rows, of which row ``j`` sees ``keys[: context_len + j + 1]``.
+
+    query [Q, H, D], keys and values [L, G, D] with 0 < L <= context_len + Q -> [Q, H, D]. Query
+    heads of one key/value head are folded into rows, so that nothing is repeated.
+    """
+    num_rows, num_heads, head_size = query.shape
+    num_keys, num_kv_heads, _ = keys.shape
+    group = num_heads // num_kv_heads
+    folded = query.view(num_rows, num_kv_heads, group, head_size).transpose(0, 1)
+    folded = folded.reshape(num_kv_heads, num_rows * group, head_size)  # [G, Q * group, D]
+    keys, values = keys.transpose(0, 1), values.transpose(0, 1)  # [G, L, D]
+
+    hidden = None
+    if num_keys > context_len + 1:
+        device = query.device
+        positions = torch.arange(num_keys, device=device)
+        last = torch.arange(context_len, context_len + num_rows, device=device)
+        hidden = positions > last.repeat_interleave(group)[:, None]  # [Q * group, L]
+
+    if query.dtype == torch.float32 and num_heads * num_rows * num_keys <= _MAX_SCORES:
+        scores = torch.bmm(folded * scale, keys.transpose(1, 2))
+        if hidden is not None:
+            scores.masked_fill_(hidden, -torch.inf)
+        out = torch.bmm(torch.softmax(scores, dim=-1), values)
+    else:
+        mask = None if hidden is None else ~hidden[None]
+        out = F.scaled_dot_product_attention(
+            folded[None], keys[None], values[None], attn_mask=mask, scale=scale
+        )[0]
+    out = out.view(num_kv_heads, num_rows, group, head_size).transpose(0, 1)
+    return out.reshape(num_rows, num_heads, head_size)
+
+
+def attend_requests(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    context_lens: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+) -> Tensor:
+    """Attention request by request, each over its own pages only. Reads lengths on the host."""
+    out = torch.zeros_like(query, memory_format=torch.contiguous_format)
+    block_size = key_cache.shape[1]
+    starts = query_start_loc.tolist()
+    for request, (context_len, seq_len) in enumerate(
+        zip(context_lens.tolist(), seq_lens.tolist(), strict=True)
+    ):
+        start, end = starts[request], starts[request + 1]
+        # Rows that stand before the text see nothing and keep their zeros.
+        first = start + max(0, -context_len)
+        num_keys = min(context_len + end - start, seq_len)
+        if first >= end or num_keys <= 0:
+            continue
+        num_pages = -(-num_keys // block_size)
+        pages = block_table[request, :num_pages]
+        keys = key_cache.index_select(0, pages).flatten(0, 1)[:num_keys]
+        values = value_cache.index_select(0, pages).flatten(0, 1)[:num_keys]
+        out[first:end] = attend_request(query[first:end], keys, values, max(0, context_len), scale)
+    return out
+
+
+# One opaque operator, so that a recorded graph holds one call whose body reads the lengths of the
+# step at hand.
+_library = torch.library.Library("specdec", "FRAGMENT")
+_library.define(
+    "paged_attention_cpu(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, "
+    "Tensor query_start_loc, Tensor context_lens, Tensor seq_lens, float scale) -> Tensor"
+)
+_library.impl("paged_attention_cpu", attend_requests, "CPU")
+_library.impl("paged_attention_cpu", lambda query, *_: torch.empty_like(query), "Meta")
+
+
+class SdpaBackend:
+    """Any head size, dtype and block size. On a GPU only uniform batches can be captured."""
+
+    name = "sdpa"
+    batch_invariant = False
+
+    def __init__(self, device: torch.device | str) -> None:
+        on_cpu = torch.device(device).type == "cpu"
+        self.cg_support = AttentionCGSupport.ALWAYS if on_cpu else AttentionCGSupport.UNIFORM_BATCH
+
+    def unsupported(
+        self, *, head_size: int, dtype: torch.dtype, block_size: int, device: torch.device
+    ) -> str | None:
+        return None
+
+    def forward(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+    ) -> Tensor:
+        tensors = (
+            query,
+            key_cache,
+            value_cache,
+            metadata.block_table,
+            metadata.query_start_loc,
+            metadata.context_lens,
+            metadata.seq_lens,
+        )
+        if query.device.type == "cpu":
+            return torch.ops.specdec.paged_attention_cpu(*tensors, scale)
+        if not metadata.uniform:
+            return attend_requests(*tensors, scale)
+        return paged_attention_reference(*tensors, metadata.max_query_len, scale, True)

@@ -1,0 +1,62 @@
+"""Our own paged attention kernel: every batch, batch-invariant, captured whole."""
+
+import torch
+from torch import Tensor
+
+from specdec.verifier.attention.base import AttentionMetadata
+from specdec.verifier.modes import AttentionCGSupport
+
+
+class TritonBackend:
+    """One launch for a uniform batch, its keys shared out over the GPU; one for any other batch.
+
+    A row's bits depend on its own query, keys and position only (``kernels/attention_tree.py``).
+    Scratch belongs to the backend and is reused by every layer: run a batch of a shape once before
+    capturing it, and replay graphs of one backend on one stream at a time.
+    """
+
+    name = "triton"
+    cg_support = AttentionCGSupport.ALWAYS
+    batch_invariant = True
+
+    def __init__(self) -> None:
+        # Triton is imported here, and only where this backend is chosen.
+        from specdec.kernels import attention_triton
+
+        self._scratch = attention_triton.Scratch()
+        self._paged_attention = attention_triton.paged_attention
+
+    def unsupported(
+        self, *, head_size: int, dtype: torch.dtype, block_size: int, device: torch.device
+    ) -> str | None:
+        if device.type != "cuda":
+            return f"it runs on CUDA, not on {device.type}"
+        if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            return f"dtype {dtype}; it has bfloat16, float16 and float32"
+        if not 16 <= head_size <= 256 or head_size % 8:
+            return f"head size {head_size}; it has multiples of 8 from 16 to 256"
+        if not 1 <= block_size <= 256 or block_size & (block_size - 1):
+            return f"block size {block_size}; it has powers of two from 1 to 256"
+        return None
+
+    def forward(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+    ) -> Tensor:
+        return self._paged_attention(
+            query,
+            key_cache,
+            value_cache,
+            metadata.block_table,
+            metadata.query_start_loc,
+            metadata.context_lens,
+            metadata.seq_lens,
+            metadata.max_query_len,
+            scale,
+            metadata.uniform,
+            scratch=self._scratch,
+        )

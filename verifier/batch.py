@@ -1,0 +1,104 @@
+"""What one launch works on: the prefill chunks of a step, and the packed results of a pass.
+
+Shape letters: P requests that prefill, T tokens, R requests, Q query length.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdec.verifier.attention.base import AttentionMetadata
+from specdec.verifier.sampling import Logprobs
+from specdec.verifier.state import RowState
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillBatch:
+    """Chunks of several prompts, flattened, and the rows of the requests they belong to."""
+
+    rows: RowState  # the P requests
+    input_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    metadata: AttentionMetadata
+    ends: Tensor  # [P] int64: computed length of each request after this chunk
+    sampling_rows: RowState | None  # the requests whose prompt ends here, or None
+    last_token_rows: Tensor  # [rows that sample] int64: token row of each such prompt's last token
+
+
+@dataclass(frozen=True, slots=True)
+class PassResult:
+    """What a pass committed, packed so that few copies bring it to the host.
+
+    ``packed`` [R, Q + 4] int64 holds the tokens (-1 past the end), then the number committed,
+    drafted and accepted, and 1 where the row failed. Both are overwritten by the next replay.
+    """
+
+    packed: Tensor
+    logprobs: Logprobs | None
+
+    @classmethod
+    def pack(
+        cls,
+        tokens: Tensor,
+        num_new: Tensor,
+        num_drafted: Tensor,
+        num_accepted: Tensor,
+        failed: Tensor,
+        logprobs: Logprobs | None,
+    ) -> "PassResult":
+        counts = torch.stack([num_new, num_drafted, num_accepted, failed.long()], dim=1)
+        return cls(torch.cat([tokens, counts], dim=1), logprobs)
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """One row of a PassResult, on the host."""
+
+    token_ids: list[int]
+    num_drafted: int
+    num_accepted: int
+    failed: bool
+    # Per token: its log-probability, and ids and values of the likeliest tokens.
+    logprobs: list[tuple[float, list[int], list[float]]] | None
+
+    @classmethod
+    def unpack(
+        cls, packed: list[int], logprobs: list[tuple[float, list[int], list[float]]] | None
+    ) -> "RowResult":
+        *tokens, num_new, num_drafted, num_accepted, failed = packed
+        return cls(tokens[:num_new], num_drafted, num_accepted, bool(failed), logprobs)
+
+
+class PendingResult:
+    """A pass's results on their way to the host: asynchronous copies, and one event to wait for."""
+
+    def __init__(self, result: PassResult, num_reqs: int, *, with_logprobs: bool) -> None:
+        """``with_logprobs``: some row asked for them; else only ``packed`` is copied."""
+        self._num_reqs = num_reqs
+        self._tensors = [result.packed]
+        if with_logprobs and result.logprobs is not None:
+            logprobs = result.logprobs
+            self._tensors += [logprobs.chosen, logprobs.top_ids, logprobs.top]
+        self._event: torch.cuda.Event | None = None
+        self._tensors = [self._copy(tensor[:num_reqs]) for tensor in self._tensors]
+        if result.packed.is_cuda:
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    @staticmethod
+    def _copy(tensor: Tensor) -> Tensor:
+        if not tensor.is_cuda:
+            return tensor.clone()
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
+
+    def read(self) -> list[RowResult]:
+        """Wait for the copies. One entry per request of the pass."""
+        if self._event is not None:
+            self._event.synchronize()
+        packed, *logprobs = (tensor.tolist() for tensor in self._tensors)
+        if not logprobs:
+            return [RowResult.unpack(row, None) for row in packed]
+        per_row = [list(zip(*row, strict=True)) for row in zip(*logprobs, strict=True)]
+        return [RowResult.unpack(row, each) for row, each in zip(packed, per_row, strict=True)]

@@ -1,0 +1,256 @@
+"""Which graphs exist, and which of them a batch takes. Pure Python: no torch, no device.
+
+The dispatcher is the only source of truth. It is told the mode and the sizes once, yields the list
+of what to capture, and afterwards answers for every batch with a runtime mode and a padded shape
+that lies in that list. Wrappers obey it (see ``graph.py``).
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
+
+from specdec.verifier.modes import BatchDescriptor, CUDAGraphMode
+
+FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
+
+# Largest default graph of a mixed batch, in tokens. Beyond it a forward pass computes for longer
+# than its launches take.
+DEFAULT_MAX_MIXED_TOKENS = 512
+
+
+def capture_ladder(limit: int) -> list[int]:
+    """Sizes 1, 2, 4, 8, 12, 16, 24, 32, then four to the octave, and always ``limit`` itself.
+
+    The padding is at most 3 up to 8, at most half of the batch up to 32 and a quarter beyond: few
+    rows are bound by the weights read, where a padding row is nearly free; many are not.
+    """
+    sizes = [size for size in (1, 2, 4, 8, 12, 16, 24) if size < limit]
+    octave = 32
+    while octave < limit:
+        sizes += [size for size in range(octave, 2 * octave, octave // 4) if size < limit]
+        octave *= 2
+    return [*sizes, limit]
+
+
+class CudagraphDispatcher:
+    """Owns the keys of all graphs of one engine, or of one drafter.
+
+    FULL keys are exact in all four fields of ``BatchDescriptor``; uniform keys of several query
+    lengths live side by side. PIECEWISE keys stand for (num_tokens, has_lora) alone.
+    """
+
+    def __init__(self, *, max_num_seqs: int) -> None:
+        if max_num_seqs < 1:
+            raise ValueError(f"max_num_seqs must be at least 1, not {max_num_seqs}")
+        self.max_num_seqs = max_num_seqs
+        self.mode = NONE
+        # Ascending request counts of the uniform FULL keys, per (query_len, has_lora).
+        self._uniform_counts: dict[tuple[int, bool], list[int]] = {}
+        # Ascending token counts of the keys for all other batches, per (mode, has_lora).
+        self._mixed_sizes: dict[tuple[CUDAGraphMode, bool], list[int]] = {}
+        self._removed: dict[tuple[CUDAGraphMode, BatchDescriptor], str] = {}
+
+    def initialize_cudagraph_keys(
+        self,
+        mode: CUDAGraphMode,
+        capture_sizes: Sequence[int] | None = None,
+        uniform_query_lens: Sequence[int] = (1,),
+        lora: bool = False,
+        uniform_request_counts: Sequence[int] | None = None,
+        max_num_batched_tokens: int | None = None,
+    ) -> None:
+        """Replaces all keys by those of ``mode``, which must be resolved already.
+
+        capture_sizes: tokens (the engine's ``cudagraph_capture_sizes``). Mixed batches take them
+            as they are; for each uniform query length each is rounded up to a multiple of it, and
+            sizes of more than ``max_num_seqs`` requests are left to the others.
+        uniform_query_lens: ``1 + k`` for each allowed ``k``.
+        lora: keys with ``has_lora`` too, next to the base keys.
+        uniform_request_counts: sets the grid of uniform keys directly.
+        max_num_batched_tokens: no mixed batch is larger; bounds the default mixed sizes.
+
+        Raises ``ValueError`` where a list lacks the widest uniform shape (``max_num_seqs``
+        requests), naming the field and the list to use: a list is never cut or completed silently.
+        """
+        sizes = _checked("cudagraph_capture_sizes", capture_sizes)
+        counts = _checked("uniform_request_counts", uniform_request_counts)
+        query_lens = _checked("uniform_query_lens", uniform_query_lens) or []
+        if max_num_batched_tokens is not None and max_num_batched_tokens < 1:
+            raise ValueError(f"max_num_batched_tokens must be >= 1, not {max_num_batched_tokens}")
+
+        adapters = (False, True) if lora else (False,)
+        uniform_counts: dict[tuple[int, bool], list[int]] = {}
+        if mode.decode_mode() is FULL:
+            grid = self._uniform_grid(sizes, counts, query_lens)
+            for has_lora in adapters:
+                for query_len in query_lens:
+                    uniform_counts[query_len, has_lora] = list(grid[query_len])
+        mixed_sizes: dict[tuple[CUDAGraphMode, bool], list[int]] = {}
+        if mode.mixed_mode() is not NONE:
+            if sizes is None:
+                widest = self.max_num_seqs * max(query_lens, default=1)
+                largest = max(widest, DEFAULT_MAX_MIXED_TOKENS)
+                sizes = capture_ladder(min(largest, max_num_batched_tokens or largest))
+            for has_lora in adapters:
+                mixed_sizes[mode.mixed_mode(), has_lora] = list(sizes)
+
+        self.mode = mode
+        self._uniform_counts = uniform_counts
+        self._mixed_sizes = mixed_sizes
+        self._removed = {}
+
+    def dispatch(
+        self, batch: BatchDescriptor, *, allow_full: bool = True
+    ) -> tuple[CUDAGraphMode, BatchDescriptor]:
+        """The runtime mode of ``batch`` and the shape to pad it to.
+
+        FULL > PIECEWISE > NONE, each padded to the smallest key that fits: a padded FULL beats an
+        exact PIECEWISE. Whether a batch is uniform is the caller's word, never a guess from the
+        shape: prompts of exactly ``1 + k`` tokens come with ``uniform=False``. The query length of
+        a uniform batch never changes. A uniform batch without a uniform key may ride in a graph for
+        mixed batches, whose descriptor says ``uniform=False``. With NONE the batch comes back as it
+        is; with PIECEWISE only its tokens are padded. ``allow_full=False`` is for a batch whose
+        attention cannot lie in a graph. Why a batch got no FULL graph is told by ``explain``.
+        """
+        self._check_batch(batch)
+        if allow_full and batch.num_reqs <= self.max_num_seqs:
+            if batch.uniform:
+                counts = self._uniform_counts.get((batch.query_len, batch.has_lora), [])
+                num_reqs = _smallest_that_fits(counts, batch.num_reqs)
+                if num_reqs is not None:
+                    num_tokens = num_reqs * batch.query_len
+                    return FULL, BatchDescriptor(num_tokens, num_reqs, True, batch.has_lora)
+            size = self._smallest_mixed(FULL, batch)
+            if size is not None:
+                return FULL, self._mixed_key(size, batch.has_lora)
+        size = self._smallest_mixed(PIECEWISE, batch)
+        if size is not None:
+            return PIECEWISE, BatchDescriptor(size, batch.num_reqs, False, batch.has_lora)
+        return NONE, batch
+
+    def explain(self, batch: BatchDescriptor, *, allow_full: bool = True) -> str | None:
+        """Why ``dispatch`` gives ``batch`` no FULL graph, in one line; None where it does."""
+        if self.dispatch(batch, allow_full=allow_full)[0] is FULL:
+            return None
+        if not self.mode.has_full_cudagraphs():
+            return f"cudagraph_mode is {self.mode}"
+        if not allow_full:
+            return "a property of the batch forbids FULL"
+        if batch.num_reqs > self.max_num_seqs:
+            return f"{batch.num_reqs} requests are more than max_num_seqs {self.max_num_seqs}"
+        if not batch.uniform and self.mode.mixed_mode() is not FULL:
+            return f"the batch is not uniform and cudagraph_mode is {self.mode}"
+        removed = [
+            why
+            for (mode, key), why in self._removed.items()
+            if mode is FULL and key.has_lora == batch.has_lora and self._fits(batch, key)
+        ]
+        if removed:
+            return removed[0]
+        if batch.has_lora and not any(has_lora for _, has_lora in self._uniform_counts):
+            return "no graphs were captured with LoRA"
+        if batch.uniform:
+            return f"no FULL graph has query length {batch.query_len}"
+        return f"{batch.num_tokens} tokens are more than the largest FULL graph holds"
+
+    def capture_list(self) -> list[tuple[CUDAGraphMode, BatchDescriptor]]:
+        """Every key, in capture order: PIECEWISE before FULL, largest first.
+
+        A PIECEWISE key comes with the number of requests to run it with, as many as fit.
+        """
+        keys = [
+            (mode, self._mixed_key(num_tokens, has_lora))
+            for (mode, has_lora), sizes in self._mixed_sizes.items()
+            for num_tokens in sizes
+        ]
+        keys += [
+            (FULL, BatchDescriptor(num_reqs * query_len, num_reqs, True, has_lora))
+            for (query_len, has_lora), counts in self._uniform_counts.items()
+            for num_reqs in counts
+        ]
+        return sorted(keys, key=lambda item: (item[0] is FULL, *(-field for field in item[1])))
+
+    def remove_key(self, mode: CUDAGraphMode, key: BatchDescriptor, reason: str) -> None:
+        """Takes one key away, as where its capture failed; batches then take the next that fits.
+
+        ``explain`` gives ``reason`` for a batch that is left without a FULL graph. Raises
+        ``KeyError`` if there is no such key.
+        """
+        if (mode, key) not in self.capture_list():
+            raise KeyError(f"no {mode} graph for {key}")
+        if key.uniform:
+            self._uniform_counts[key.query_len, key.has_lora].remove(key.num_reqs)
+        else:
+            self._mixed_sizes[mode, key.has_lora].remove(key.num_tokens)
+        self._removed[mode, key] = reason
+
+    def restore_key(self, mode: CUDAGraphMode, key: BatchDescriptor) -> None:
+        """Gives back a key that ``remove_key`` took. Raises ``KeyError`` if it took none such."""
+        del self._removed[mode, key]
+        if key.uniform:
+            insort(self._uniform_counts[key.query_len, key.has_lora], key.num_reqs)
+        else:
+            insort(self._mixed_sizes[mode, key.has_lora], key.num_tokens)
+
+    def _uniform_grid(
+        self, sizes: list[int] | None, counts: list[int] | None, query_lens: list[int]
+    ) -> dict[int, list[int]]:
+        """Request counts per query length, always with ``max_num_seqs`` among them."""
+        limit = self.max_num_seqs
+        if counts is not None:
+            if counts[-1] != limit:
+                fitting = sorted({*(count for count in counts if count < limit), limit})
+                raise ValueError(
+                    f"uniform_request_counts {counts} must end at max_num_seqs, {limit}; "
+                    f"use {fitting}"
+                )
+            return dict.fromkeys(query_lens, counts)
+        if sizes is None:
+            return dict.fromkeys(query_lens, capture_ladder(limit))
+
+        grid = {}
+        for query_len in query_lens:
+            rounded = {-(-size // query_len) for size in sizes}
+            grid[query_len] = sorted(count for count in rounded if count <= limit)
+        missing = [q for q in query_lens if limit not in grid[q]]
+        if missing:
+            usable = sorted({*sizes, *(limit * query_len for query_len in missing)})
+            raise ValueError(
+                f"cudagraph_capture_sizes {sizes} lacks the widest batch, max_num_seqs={limit} "
+                f"requests, at query length {', '.join(map(str, missing))}; use {usable}"
+            )
+        return grid
+
+    def _mixed_key(self, num_tokens: int, has_lora: bool) -> BatchDescriptor:
+        """A mixed graph has room for every request its tokens allow; spare ones have length 0."""
+        return BatchDescriptor(num_tokens, min(num_tokens, self.max_num_seqs), False, has_lora)
+
+    def _smallest_mixed(self, mode: CUDAGraphMode, batch: BatchDescriptor) -> int | None:
+        sizes = self._mixed_sizes.get((mode, batch.has_lora), [])
+        return _smallest_that_fits(sizes, batch.num_tokens)
+
+    def _fits(self, batch: BatchDescriptor, key: BatchDescriptor) -> bool:
+        if key.uniform and (not batch.uniform or batch.query_len != key.query_len):
+            return False
+        return batch.num_tokens <= key.num_tokens and batch.num_reqs <= key.num_reqs
+
+    @staticmethod
+    def _check_batch(batch: BatchDescriptor) -> None:
+        if not 1 <= batch.num_reqs <= batch.num_tokens:
+            raise ValueError(f"a batch has at least one token for each request, not {batch}")
+        if batch.uniform and batch.num_tokens % batch.num_reqs:
+            raise ValueError(f"a uniform batch has equal query lengths, not {batch}")
+
+
+def _checked(name: str, values: Iterable[int] | None) -> list[int] | None:
+    """``values`` ascending and without repeats; ``ValueError`` unless they are positive ints."""
+    if values is None:
+        return None
+    values = list(values)
+    if not values or any(type(value) is not int or value < 1 for value in values):
+        raise ValueError(f"{name} must be a list of positive integers, not {values}")
+    return sorted(set(values))
+
+
+def _smallest_that_fits(ascending: list[int], needed: int) -> int | None:
+    index = bisect_left(ascending, needed)
+    return ascending[index] if index < len(ascending) else None

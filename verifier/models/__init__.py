@@ -1,0 +1,1 @@
+"""Model implementations of the verifier and the registry that picks one."""

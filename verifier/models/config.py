@@ -1,0 +1,295 @@
+"""What a model is: the fields of a config.json that this engine reads, checked."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specdec.verifier.models.rope import RopeConfig, parse_rope, rope_json
+
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+class UnsupportedModelError(ValueError):
+    """The model needs something that this engine does not have; the message names it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """How an architecture differs from Llama's, beyond what its config.json says."""
+
+    model_type: str
+    qkv_bias: bool | None = None  # None: as the field attention_bias says
+    qk_norm: bool = False
+    default_sliding_window: int | None = None  # where config.json has no such field
+    default_head_size: int | None = None  # None: hidden_size / num_attention_heads
+
+
+FAMILIES = {
+    "LlamaForCausalLM": Family(model_type="llama"),
+    "MistralForCausalLM": Family(model_type="mistral", qkv_bias=False, default_sliding_window=4096),
+    "Qwen2ForCausalLM": Family(model_type="qwen2", qkv_bias=True),
+    "Qwen3ForCausalLM": Family(model_type="qwen3", qk_norm=True, default_head_size=128),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """Shape and constants of a decoder-only model. ``eos_token_ids`` may be empty."""
+
+    architecture: str
+    vocab_size: int  # rows of embedding and head, padding included
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    dtype: torch.dtype = torch.float32  # of the checkpoint
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.architecture not in FAMILIES:
+            raise UnsupportedModelError(
+                f"architecture {self.architecture!r} is not supported; supported: "
+                f"{', '.join(FAMILIES)}"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise UnsupportedModelError(
+                f"num_attention_heads={self.num_heads} is not a multiple of "
+                f"num_key_value_heads={self.num_kv_heads}"
+            )
+        if self.rope.rotary_dim > self.head_size:
+            raise ValueError(
+                f"the rotary part of a head ({self.rope.rotary_dim}) is larger than the head "
+                f"({self.head_size})"
+            )
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_size
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_size
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises ValueError naming the file where there is none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(content).__name__}")
+    return content
+
+
+def config_from_json(
+    config: Mapping[str, Any], *, generation: Mapping[str, Any] | None = None, source: str
+) -> ModelConfig:
+    """Check a parsed config.json and generation_config.json (for its EOS ids alone).
+
+    Raises UnsupportedModelError naming what is not supported, ValueError naming a bad field; both
+    begin with ``source``.
+    """
+    try:
+        return _parse(config, generation or {})
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{source}: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from error
+
+
+def config_to_json(config: ModelConfig) -> dict[str, Any]:
+    """A config.json that ``config_from_json`` and transformers 4 and 5 read."""
+    eos = list(config.eos_token_ids)
+    rope = rope_json(config.rope)
+    if config.rope.rotary_dim != config.head_size:
+        rope["partial_rotary_factor"] = config.rope.rotary_dim / config.head_size
+    dtype = str(config.dtype).removeprefix("torch.")
+    content: dict[str, Any] = {
+        "architectures": [config.architecture],
+        "model_type": FAMILIES[config.architecture].model_type,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_size,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope.theta,
+        "rope_scaling": None if config.rope.rope_type == "default" else rope,
+        "rope_parameters": rope,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "attention_bias": config.o_bias,
+        "mlp_bias": config.mlp_bias,
+        "torch_dtype": dtype,
+        "dtype": dtype,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
+        "pad_token_id": None,
+    }
+    if config.architecture == "MistralForCausalLM":
+        content["sliding_window"] = None
+    return content
+
+
+def _parse(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
+    architecture = _architecture(config)
+    family = FAMILIES[architecture]
+    _refuse_unsupported(config, family)
+
+    hidden_size = _integer(config, "hidden_size")
+    num_heads = _integer(config, "num_attention_heads")
+    head_size = _integer(config, "head_dim", family.default_head_size or 0, minimum=0)
+    if head_size == 0:
+        if hidden_size % num_heads:
+            raise ValueError(
+                f"hidden_size={hidden_size} is not a multiple of num_attention_heads={num_heads} "
+                "and there is no head_dim"
+            )
+        head_size = hidden_size // num_heads
+    max_position = _integer(config, "max_position_embeddings")
+    try:
+        rope = parse_rope(config, head_size=head_size, max_position=max_position)
+    except ValueError as error:
+        raise UnsupportedModelError(str(error)) from error
+    if rope.rope_type == "yarn":
+        # Files in the field give YaRN's factor beside the context length before extension.
+        max_position = max(max_position, int(rope.original_max_position * rope.factor))
+    attention_bias = _boolean(config, "attention_bias", False)
+    eos = _token_ids(generation, "eos_token_id") or _token_ids(config, "eos_token_id")
+    bos = _token_ids(config, "bos_token_id")
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=_integer(config, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=_integer(config, "intermediate_size"),
+        num_layers=_integer(config, "num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=_integer(config, "num_key_value_heads", num_heads),
+        head_size=head_size,
+        max_position_embeddings=max_position,
+        rms_norm_eps=_number(config, "rms_norm_eps", 1e-6),
+        rope=rope,
+        tie_word_embeddings=_boolean(config, "tie_word_embeddings", False),
+        qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+        o_bias=attention_bias if family.qkv_bias is None else False,
+        mlp_bias=_boolean(config, "mlp_bias", False) and family.model_type == "llama",
+        qk_norm=family.qk_norm,
+        dtype=_dtype(config),
+        bos_token_id=bos[0] if bos else None,
+        eos_token_ids=eos,
+    )
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    names = config.get("architectures") or []
+    if not names:
+        model_type = config.get("model_type")
+        names = [name for name, family in FAMILIES.items() if family.model_type == model_type]
+        names = names or [f"model_type {model_type}"]
+    if len(names) != 1 or names[0] not in FAMILIES:
+        raise UnsupportedModelError(
+            f"architecture {', '.join(map(str, names))} is not supported; supported: "
+            f"{', '.join(FAMILIES)}"
+        )
+    return str(names[0])
+
+
+def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
+    quantization = config.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+        raise UnsupportedModelError(
+            f"quantization_config (method {method!r}) is not supported; load unquantised weights"
+        )
+    if config.get("auto_map") or config.get("trust_remote_code"):
+        raise UnsupportedModelError(
+            "the model brings its own code (auto_map, trust_remote_code), which is never run"
+        )
+    activation = config.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise UnsupportedModelError(f"hidden_act {activation!r} is not supported; supported: silu")
+    layer_types = config.get("layer_types") or []
+    others = sorted({str(kind) for kind in layer_types if kind != "full_attention"})
+    if others:
+        raise UnsupportedModelError(f"layer_types {', '.join(others)} are not supported")
+    window = config.get("sliding_window", family.default_sliding_window)
+    if family.model_type in ("qwen2", "qwen3") and not config.get("use_sliding_window", False):
+        window = None
+    if window is not None and window < _integer(config, "max_position_embeddings"):
+        raise UnsupportedModelError(
+            f"sliding_window={window} is active (shorter than max_position_embeddings), and "
+            "sliding windows are not supported yet"
+        )
+
+
+_REQUIRED = object()
+
+
+def _integer(
+    config: Mapping[str, Any], name: str, default: Any = _REQUIRED, *, minimum: int = 1
+) -> int:
+    value = config.get(name)
+    if value is None:
+        value = default
+    if value is _REQUIRED:
+        raise ValueError(f"the field {name} is missing")
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ValueError(f"{name} must be an integer of at least {minimum}, got {value!r}")
+    return value
+
+
+def _number(config: Mapping[str, Any], name: str, default: float) -> float:
+    value = config.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+        raise ValueError(f"{name} must be a number of at least 0, got {value!r}")
+    return float(value)
+
+
+def _boolean(config: Mapping[str, Any], name: str, default: bool) -> bool:
+    value = config.get(name)
+    if value is None:
+        value = default
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false, got {value!r}")
+    return value
+
+
+def _token_ids(config: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    value = config.get(name)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(isinstance(item, bool) or not isinstance(item, int) or item < 0 for item in ids):
+        raise ValueError(f"{name} must be a token id or a list of token ids, got {value!r}")
+    return tuple(ids)
+
+
+def _dtype(config: Mapping[str, Any]) -> torch.dtype:
+    value = config.get("dtype") or config.get("torch_dtype") or "float32"
+    name = str(value).removeprefix("torch.")
+    if name not in DTYPES:
+        raise UnsupportedModelError(
+            f"dtype {value!r} is not supported; supported: {', '.join(DTYPES)}"
+        )
+    return DTYPES[name]

@@ -1,0 +1,132 @@
+"""The Llama family: Llama, Mistral, Qwen2 (biases) and Qwen3 (norms on queries and keys)."""
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from specdec.kernels.linear import linear, linear_argmax
+from specdec.kernels.norm import add_rms_norm, rms_norm
+from specdec.verifier.attention.base import AttentionBackend, AttentionMetadata
+from specdec.verifier.kv_cache import KVCache
+from specdec.verifier.models.config import ModelConfig
+from specdec.verifier.models.layers import DecoderLayer, empty_parameter
+from specdec.verifier.models.rope import cos_sin_table
+
+
+class CausalLM(nn.Module):
+    """A decoder-only language model over a paged KV cache, for inference.
+
+    Its weights are uninitialised until ``loading`` or ``random_weights`` fills them.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        attention_backend: AttentionBackend,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.attention_backend = attention_backend
+        self.embed_tokens = empty_parameter(
+            config.vocab_size, config.hidden_size, dtype=dtype, device=device
+        )
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, attention_backend, dtype=dtype, device=device)
+            for _ in range(config.num_layers)
+        )
+        self.norm = empty_parameter(config.hidden_size, dtype=dtype, device=device)
+        # A tied head is the embedding itself, not another parameter.
+        self.lm_head = self.embed_tokens
+        if not config.tie_word_embeddings:
+            self.lm_head = empty_parameter(
+                config.vocab_size, config.hidden_size, dtype=dtype, device=device
+            )
+        cos_sin = cos_sin_table(config.rope, config.max_position_embeddings, device)
+        self.cos_sin: Tensor  # [max_position_embeddings, rotary_dim] float32
+        self.register_buffer("cos_sin", cos_sin, persistent=False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed_tokens.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed_tokens.device
+
+    def first_layers(self, num_layers: int | None = None) -> list[DecoderLayer]:
+        """The first ``num_layers`` layers, or all."""
+        return cast(list[DecoderLayer], list(self.layers))[:num_layers]
+
+    def forward(
+        self,
+        input_ids: Tensor,  # [T] int64, within the vocabulary
+        positions: Tensor,  # [T] int64, within the context
+        kv_cache: KVCache,
+        attn: AttentionMetadata,
+        *,
+        num_layers: int | None = None,
+    ) -> Tensor:
+        """Hidden states after the final norm, [T, hidden]; writes the tokens' keys and values.
+
+        With ``num_layers`` the model stops after that many layers, with the same final norm.
+        """
+        eps = self.config.rms_norm_eps
+        layers = self.first_layers(num_layers)
+        # The norm that follows layer i is the next layer's, or the final one.
+        next_norms = [layer.input_norm for layer in layers[1:]] + [self.norm]
+        residual = F.embedding(input_ids, self.embed_tokens)
+        hidden = rms_norm(residual, layers[0].input_norm, eps)
+        for i, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
+            hidden = layer.attention(
+                hidden, positions, self.cos_sin, kv_cache.keys[i], kv_cache.values[i], attn
+            )
+            hidden, residual = add_rms_norm(hidden, residual, layer.post_attention_norm, eps)
+            hidden = layer.mlp(hidden)
+            hidden, residual = add_rms_norm(hidden, residual, next_norm, eps)
+        return hidden
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """hidden [N, hidden] -> [N, vocab] float32, the sums never rounded to the model's dtype."""
+        return linear(hidden, self.lm_head, out_dtype=torch.float32)
+
+    def greedy_tokens(self, hidden: Tensor, vocab_size: int | None = None) -> Tensor:
+        """The argmax of ``compute_logits`` over the ids below ``vocab_size``, [N] int64.
+
+        Ties go to the lowest id. On a GPU the logits are not written out.
+        """
+        return linear_argmax(hidden, self.lm_head, vocab_size)
+
+    def kv_bytes_per_block(self, block_size: int) -> int:
+        config = self.config
+        positions = 2 * config.num_layers * block_size
+        return positions * config.num_kv_heads * config.head_size * self.dtype.itemsize
+
+    def make_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
+        """A cache of this model's shape and dtype, beside its weights."""
+        return KVCache(
+            num_layers=self.config.num_layers,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_kv_heads=self.config.num_kv_heads,
+            head_size=self.config.head_size,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    def weight_slots(self) -> dict[str, Tensor]:
+        """Where each tensor of a checkpoint goes: its Hugging Face name -> a view of the weights.
+
+        A tied head has no slot.
+        """
+        slots: dict[str, Tensor] = {"model.embed_tokens.weight": self.embed_tokens}
+        for i, layer in enumerate(self.first_layers()):
+            slots |= layer.weight_slots(f"model.layers.{i}")
+        slots["model.norm.weight"] = self.norm
+        if not self.config.tie_word_embeddings:
+            slots["lm_head.weight"] = self.lm_head
+        return slots
