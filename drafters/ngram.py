@@ -3,10 +3,8 @@
 Source: Saxena, "Prompt Lookup Decoding", 2023.
 """
 
-import torch
-from torch import Tensor
-
 from specdec.drafters.base import Draft, Drafter
+from specdec.kernels.ngram import propose_ngram
 from specdec.verifier.state import RowState
 
 
@@ -27,36 +25,6 @@ class NgramDrafter(Drafter):
         self.min_n = min_n
 
     def propose(self, state: RowState, k: int) -> Draft:
-        return Draft(propose_ngram(state.tokens, state.seq_lens, k, self.max_n, self.min_n))
-
-
-def propose_ngram(tokens: Tensor, seq_lens: Tensor, k: int, max_n: int, min_n: int) -> Tensor:
-    """Continuations of the latest occurrence of each row's final n-gram, longest n first.
-
-    Args:
-        tokens: [R, L] int32; entries at or past ``seq_lens`` are ignored, whatever they hold.
-        seq_lens: [R] int64.
-
-    Returns:
-        [R, k] int64, -1 where a row has no match.
-    """
-    length = tokens.shape[1]
-    at = torch.arange(length, device=tokens.device)
-    last = seq_lens[:, None] - 1
-    # run[r, i] = how many tokens before and including i equal the row's own last ones, up to max_n
-    matches = torch.ones_like(tokens, dtype=torch.bool)
-    run = torch.zeros_like(tokens)
-    for n in range(max_n):
-        wanted = tokens.gather(1, (last - n).clamp_min(0))
-        shifted = torch.nn.functional.pad(tokens, (n, 0))[:, :length]
-        matches = matches & (shifted == wanted) & (at >= n) & (last >= n)
-        run = run + matches
-    run = run.where(at < last, 0)
-    # The longest run wins, then the latest position.
-    score, best = (run.long() * length + at).max(1)
-    found = score >= min_n * length
-    start = (best[:, None] + 1).clamp_max(length - 1)
-    period = (seq_lens[:, None] - start).clamp_min(1)
-    steps = torch.arange(k, device=tokens.device)
-    proposal = tokens.gather(1, start + steps % period).long()
-    return proposal.where(found[:, None], -1)
+        text = state.state.tokens[:, : state.state.max_model_len]
+        lengths = state.state.seq_len
+        return Draft(propose_ngram(text, lengths, state.slots, k, self.max_n, self.min_n))

@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec.kernels.launch import pdl_options, wait_for_inputs
+
 _BLOCK = 1024
 
 
@@ -17,7 +19,8 @@ def silu_product(gate, up, dtype: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["row_stride"])
-def _silu_mul_kernel(gate_up, out, F, row_stride, BLOCK: tl.constexpr):
+def _silu_mul_kernel(gate_up, out, F, row_stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < F
@@ -34,6 +37,12 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     if out.numel() == 0:
         return out
     _silu_mul_kernel[(num_rows, triton.cdiv(width // 2, _BLOCK))](
-        gate_up, out, width // 2, gate_up.stride(0), BLOCK=_BLOCK, enable_fp_fusion=False
+        gate_up,
+        out,
+        width // 2,
+        gate_up.stride(0),
+        BLOCK=_BLOCK,
+        enable_fp_fusion=False,
+        **pdl_options(gate_up),
     )
     return out

@@ -10,14 +10,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec.kernels.launch import pdl_options, wait_for_inputs
 from specdec.kernels.linear_triton import (
-    TileConfig,
     accumulate,
     is_skinny,
     linear,
     tile_arguments,
     unit_stride,
 )
+from specdec.kernels.tuning import TileConfig
 
 _BLOCK = 4096
 
@@ -32,8 +33,16 @@ def ranked(logits, ids):
     return (order.to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
 
 
+# What ``ranked`` makes of infinity and minus infinity, in the upper half.
+_INF = tl.constexpr(0x7F800000)
+_MINUS_INF = tl.constexpr(-0x7F800001)
+
+
 @triton.jit
-def _argmax_kernel(logits, parts, limit, row_stride, num_parts, BLOCK: tl.constexpr):
+def _argmax_kernel(
+    logits, parts, limit, row_stride, num_parts, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     values = tl.load(logits + row * row_stride + ids, mask=ids < limit, other=float("-inf"))
@@ -42,14 +51,18 @@ def _argmax_kernel(logits, parts, limit, row_stride, num_parts, BLOCK: tl.conste
 
 
 @triton.jit
-def _best_part_kernel(parts, out, num_parts, BLOCK: tl.constexpr):
+def _best_part_kernel(parts, out, finite, num_parts, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     best = tl.full([BLOCK], -(1 << 63), tl.int64)
     for start in range(0, num_parts, BLOCK):
         index = start + tl.arange(0, BLOCK)
         part = tl.load(parts + row * num_parts + index, mask=index < num_parts, other=-(1 << 63))
         best = tl.maximum(best, part)
-    tl.store(out + row, 0x7FFFFFFF - (tl.max(best, axis=0) & 0xFFFFFFFF))
+    winner = tl.max(best, axis=0)
+    tl.store(out + row, 0x7FFFFFFF - (winner & 0xFFFFFFFF))
+    order = winner >> 32
+    tl.store(finite + row, (order < _INF) & (order > _MINUS_INF))
 
 
 @triton.jit(do_not_specialize=["num_rows", "limit", "num_parts"])
@@ -69,8 +82,10 @@ def _linear_argmax_kernel(
     STAGES: tl.constexpr,
     SWAP: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     tiles = (num_rows + BLOCK_M - 1) // BLOCK_M
+    wait_for_inputs(PDL)
     rows = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     part = tl.program_id(0) // tiles
     ids = part * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -95,44 +110,52 @@ def _linear_argmax_kernel(
     tl.store(parts + rows.to(tl.int64) * num_parts + part, tl.max(order, axis=1), mask=row_mask)
 
 
-def _best_part(parts: Tensor) -> Tensor:
+def _best_part(parts: Tensor) -> tuple[Tensor, Tensor]:
     num_rows, num_parts = parts.shape
     out = torch.empty(num_rows, dtype=torch.int64, device=parts.device)
-    block = min(2048, triton.next_power_of_2(num_parts))
-    _best_part_kernel[(num_rows,)](parts, out, num_parts, BLOCK=block)
-    return out
+    finite = torch.empty(num_rows, dtype=torch.bool, device=parts.device)
+    if num_rows:
+        block = min(2048, triton.next_power_of_2(num_parts))
+        _best_part_kernel[(num_rows,)](
+            parts, out, finite, num_parts, BLOCK=block, **pdl_options(parts)
+        )
+    return out, finite
 
 
-def argmax(logits: Tensor, limit: int | None = None) -> Tensor:
+def argmax(logits: Tensor, limit: int | None = None) -> tuple[Tensor, Tensor]:
     """``specdec.kernels.argmax.argmax``."""
     num_rows, vocab_size = logits.shape
     limit = vocab_size if limit is None else min(limit, vocab_size)
     num_parts = triton.cdiv(limit, _BLOCK)
     parts = torch.empty(num_rows, num_parts, dtype=torch.int64, device=logits.device)
-    if num_rows == 0:
-        return parts.new_empty(0)
-    _argmax_kernel[(num_rows, num_parts)](
-        logits, parts, limit, logits.stride(0), num_parts, BLOCK=_BLOCK
-    )
+    if num_rows:
+        _argmax_kernel[(num_rows, num_parts)](
+            logits,
+            parts,
+            limit,
+            logits.stride(0),
+            num_parts,
+            BLOCK=_BLOCK,
+            **pdl_options(logits),
+        )
     return _best_part(parts)
 
 
 def linear_argmax(
     x: Tensor, weight: Tensor, limit: int | None = None, *, config: TileConfig | None = None
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """``specdec.kernels.linear.linear_argmax``."""
     num_features, depth = weight.shape
     limit = num_features if limit is None else min(limit, num_features)
-    if config is None and not is_skinny(x):
+    if config is None and not is_skinny(x, weight):
         return argmax(linear(x, weight, out_dtype=torch.float32), limit)
     x = unit_stride(x)
     num_rows = x.shape[0]
     tiles = tile_arguments(x, num_features, depth, config)
     num_parts = triton.cdiv(limit, tiles["BLOCK_N"])
     parts = torch.empty(num_rows, num_parts, dtype=torch.int64, device=x.device)
-    if num_rows == 0:
-        return parts.new_empty(0)
-    _linear_argmax_kernel[(triton.cdiv(num_rows, tiles["BLOCK_M"]) * num_parts,)](
-        x, weight, parts, num_rows, limit, num_parts, depth, x.stride(0), **tiles
-    )
+    if num_rows:
+        _linear_argmax_kernel[(triton.cdiv(num_rows, tiles["BLOCK_M"]) * num_parts,)](
+            x, weight, parts, num_rows, limit, num_parts, depth, x.stride(0), **tiles
+        )
     return _best_part(parts)

@@ -4,6 +4,8 @@ Shape letters: T query rows, R requests, Q query rows per request, H query heads
 D head size, N blocks of the pool, B block size, W width of a block table.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -51,8 +53,14 @@ def paged_attention_reference(
     visible = valid[:, None] & (positions <= last[..., None]) & inside[..., None]  # [R, Q, W * B]
     scores = torch.einsum("rqgpd,rngd->rgpqn", padded.float(), keys) * scale
     scores = scores.masked_fill(~visible[:, None, None], -torch.inf)
-    weights = torch.nan_to_num(torch.softmax(scores, dim=-1))
+    weights = torch.softmax(scores, dim=-1)
+    # A weight of zero does not silence a value that is not finite: such a value counts as zero for
+    # the rows that do not see it, and makes the others NaN.
+    unsound = ~values.isfinite().all(dim=-1)  # [R, W * B, G]
+    values = torch.where(unsound[..., None], 0, values)
+    broken = torch.einsum("rqn,rng->rqg", visible.float(), unsound.float()) > 0
     out = torch.einsum("rgpqn,rngd->rqgpd", weights, values)
+    out = out.masked_fill(broken[..., None, None], torch.nan)
     out = torch.where(visible.any(dim=-1)[..., None, None, None], out, 0).to(query.dtype)
     out = out.reshape(num_reqs * max_query_len, num_heads, head_size)
     if uniform:
@@ -82,12 +90,11 @@ def paged_attention(
     past ``seq_lens[r]`` are never read. ``uniform`` says that every request has exactly
     ``max_query_len`` rows.
     """
+    run: Callable[..., Tensor] = paged_attention_reference
     if query.is_cuda:
         from specdec.kernels import attention_triton
 
         run = attention_triton.paged_attention
-    else:
-        run = paged_attention_reference
     return run(
         query,
         key_cache,

@@ -15,6 +15,9 @@ def write_kv_reference(
     Rows that write nowhere go to the dump block on top of the pool: as an index, -1 would be the
     last slot of the cache.
     """
+    # NaN where a value is not finite, else zero.
+    broken = (value * 0).sum(-1, keepdim=True)
+    key, value = key + broken, torch.nan_to_num(value, nan=0.0, posinf=0.0, neginf=0.0)
     num_blocks, block_size = key_cache.shape[:2]
     dump_slot = (num_blocks - 1) * block_size
     slots = torch.where(slot_mapping < 0, dump_slot, slot_mapping)
@@ -29,6 +32,10 @@ def write_kv(
 
     key, value [T, G, D]; key_cache, value_cache [N + 1, B, G, D], changed in place; slot_mapping
     [T] int64, where -1 writes to no slot of the pool.
+
+    A value that is not finite is stored as zero, and the head's key as NaN. Attention then makes
+    NaN of the rows that see that token and of no others: they weigh it with zero, and zero times
+    NaN would be NaN.
     """
     if key.is_cuda:
         from specdec.kernels import kv_cache_triton

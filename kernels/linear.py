@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.kernels.activation import silu_mul_reference
+from specdec.kernels.argmax import argmax_reference
 
 
 def configure_exact_blas() -> None:
@@ -86,18 +87,19 @@ def linear_silu_mul(x: Tensor, weight: Tensor) -> Tensor:
     return linear_silu_mul_reference(x, weight)
 
 
-def linear_argmax_reference(x: Tensor, weight: Tensor, limit: int | None = None) -> Tensor:
+def linear_argmax_reference(
+    x: Tensor, weight: Tensor, limit: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Plain PyTorch twin of ``linear_argmax``."""
-    logits = linear_reference(x, weight, out_dtype=torch.float32)
-    return logits[:, :limit].argmax(dim=-1)
+    return argmax_reference(linear_reference(x, weight, out_dtype=torch.float32), limit)
 
 
-def linear_argmax(x: Tensor, weight: Tensor, limit: int | None = None) -> Tensor:
-    """The id of the largest float32 logit of each row, without writing the logits out.
+def linear_argmax(x: Tensor, weight: Tensor, limit: int | None = None) -> tuple[Tensor, Tensor]:
+    """``argmax`` of the float32 logits of each row, without writing the logits out.
 
-    x [T, K], weight [N, K] -> [T] int64. Ids at or past ``limit`` are not looked at; of equal
-    logits the lowest id wins, and a NaN counts as the largest. Equal to ``argmax`` of the float32
-    output of ``linear``.
+    x [T, K], weight [N, K] -> ids [T] int64 and, [T] bool, whether the largest logit is finite. Ids
+    at or past ``limit`` are not looked at; of equal logits the lowest id wins, and a NaN counts as
+    the largest. Equal to ``argmax`` of the float32 output of ``linear``.
     """
     if x.is_cuda:
         from specdec.kernels import argmax_triton

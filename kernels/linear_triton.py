@@ -6,7 +6,6 @@ Each program owns a tile of the output and adds along K in order, so that tile s
 count, move no bit. Few rows are bound by reading the weights: every weight is then read once.
 """
 
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,46 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.kernels.activation_triton import silu_mul, silu_product
+from specdec.kernels.launch import pdl_options, wait_for_inputs
+from specdec.kernels.tuning import TileConfig, skinny_config
 
 # More rows than this go to cuBLASLt, whose tiles are better where arithmetic is the limit.
 MAX_SKINNY_ROWS = 64
-# Shared memory of one program, below the 227 KiB that a Hopper multiprocessor has.
-_SHARED_BYTES = 200 << 10
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TileConfig:
-    """Tile of the weight matrix and depth of the pipeline that streams it."""
-
-    block_n: int
-    block_k: int
-    stages: int
-    num_warps: int = 4
-    # Weights on the tall side of the tensor cores' instruction (needs block_n >= 64).
-    swap: bool = False
-
-
-# Measured on an H200 in bfloat16, 5 rows, weights out of L2: {(N, K): tile}.
-_TUNED = {
-    (6144, 4096): TileConfig(block_n=64, block_k=128, stages=6),
-    (4096, 4096): TileConfig(block_n=32, block_k=128, stages=6),
-    (28672, 4096): TileConfig(block_n=64, block_k=128, stages=3),
-    (4096, 14336): TileConfig(block_n=32, block_k=256, stages=6),
-    (128256, 4096): TileConfig(block_n=64, block_k=128, stages=4),
-}
-
-
-def skinny_config(num_features: int, depth: int, block_m: int, itemsize: int) -> TileConfig:
-    """The tile for a layer of ``num_features`` outputs and ``depth`` inputs."""
-    if itemsize == 4:
-        return TileConfig(block_n=32, block_k=32, stages=3)
-    config = _TUNED.get((num_features, depth))
-    if config is None:
-        # Enough programs to keep every multiprocessor reading, and no larger tiles than that needs.
-        block_n = 64 if num_features >= 6144 else 32 if num_features >= 4096 else 16
-        config = TileConfig(block_n=block_n, block_k=128, stages=5)
-    stage_bytes = (config.block_n + block_m) * config.block_k * itemsize
-    return replace(config, stages=max(2, min(config.stages, _SHARED_BYTES // stage_bytes)))
 
 
 @triton.jit
@@ -119,9 +83,11 @@ def _linear_kernel(
     STAGES: tl.constexpr,
     SWAP: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     # Row tiles of one column tile are neighbours, so that they share its weights in L2.
     tiles = (num_rows + BLOCK_M - 1) // BLOCK_M
+    wait_for_inputs(PDL)
     rows = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(0) // tiles * BLOCK_N + tl.arange(0, BLOCK_N)
     row_mask = rows < num_rows
@@ -169,10 +135,12 @@ def _linear_silu_mul_kernel(
     STAGES: tl.constexpr,
     SWAP: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     tiles = (num_rows + BLOCK_M - 1) // BLOCK_M
     rows = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     first = tl.program_id(0) // tiles * (BLOCK_N // 2)
+    wait_for_inputs(PDL)
     # Gate and up columns take turns, so that a pair lies side by side in the sums.
     turns = tl.arange(0, BLOCK_N)
     pairs = first + turns // 2
@@ -207,7 +175,7 @@ def tile_arguments(
     num_rows = x.shape[0]
     limit = 16 if x.dtype == torch.float32 else MAX_SKINNY_ROWS
     block_m = max(16, min(limit, triton.next_power_of_2(num_rows)))
-    config = config or skinny_config(num_features, depth, block_m, x.itemsize)
+    config = config or skinny_config(num_features, depth, block_m, x)
     return {
         "BLOCK_M": block_m,
         "BLOCK_N": config.block_n,
@@ -218,6 +186,7 @@ def tile_arguments(
         "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
         "num_warps": config.num_warps,
         "enable_fp_fusion": False,
+        **pdl_options(x),
     }
 
 
@@ -226,12 +195,14 @@ def unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def is_skinny(x: Tensor) -> bool:
+def is_skinny(x: Tensor, weight: Tensor) -> bool:
     """Whether a Triton kernel, rather than cuBLASLt, multiplies these rows.
 
-    In float32 it always does: PyTorch has no switch that keeps cuBLASLt from splitting K there.
+    In float32 it always does: PyTorch has no switch that keeps cuBLASLt from splitting K there. So
+    it does where rows of 16 bytes are not aligned, for which cuBLASLt has other kernels.
     """
-    return x.shape[0] <= MAX_SKINNY_ROWS or x.dtype == torch.float32
+    unaligned = x.shape[1] % 8 != 0 or weight.shape[0] % 8 != 0
+    return x.shape[0] <= MAX_SKINNY_ROWS or x.dtype == torch.float32 or unaligned
 
 
 def linear(
@@ -245,7 +216,7 @@ def linear(
 ) -> Tensor:
     """``specdec.kernels.linear.linear``, and ``linear_add`` where a residual is given."""
     out_dtype = out_dtype or x.dtype
-    if config is None and not is_skinny(x):
+    if config is None and not is_skinny(x, weight):
         if out_dtype == x.dtype:
             product = F.linear(x, weight)
         else:
@@ -280,7 +251,7 @@ def linear(
 
 def linear_silu_mul(x: Tensor, weight: Tensor, *, config: TileConfig | None = None) -> Tensor:
     """``specdec.kernels.linear.linear_silu_mul``."""
-    if config is None and not is_skinny(x):
+    if config is None and not is_skinny(x, weight):
         return silu_mul(F.linear(x, weight))
     x = unit_stride(x)
     num_rows, depth = x.shape

@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.kernels.kv_cache_triton import heads_together
+from specdec.kernels.kv_cache_triton import finite_or_zero, heads_together
+from specdec.kernels.launch import pdl_options, wait_for_inputs
 from specdec.kernels.norm_triton import inverse_rms, row_warps, scale_row
 
 
@@ -42,8 +43,10 @@ def _rope_kernel(
     BLOCK: tl.constexpr,
     NORM: tl.constexpr,
     WRITE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One head of one row: query heads first, then keys, then (with WRITE) values."""
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     features = tl.arange(0, BLOCK)
@@ -54,7 +57,8 @@ def _rope_kernel(
     if head >= NUM_HEADS + NUM_KV_HEADS:
         if slot >= 0:
             start = (head - NUM_HEADS - NUM_KV_HEADS) * D
-            values = tl.load(v + row * v_stride + start + features, mask=mask)
+            values = tl.load(v + row * v_stride + start + features, mask=mask, other=0.0)
+            values, _ = finite_or_zero(values, mask)
             target = value_cache + slot * (NUM_KV_HEADS * D) + start
             tl.store(target + features, values, mask=mask)
         return
@@ -91,6 +95,12 @@ def _rope_kernel(
     rotated_first, rotated_second = rotate(first, second, cos, sin)
     rotated = tl.where(is_first, rotated_first, rotated_second).to(dtype)
     result = tl.where(is_paired, rotated, own)
+    if WRITE:  # noqa: SIM102 (WRITE is known when the kernel is compiled)
+        if not is_query:
+            start = (head - NUM_HEADS) * D
+            values = tl.load(v + row * v_stride + start + features, mask=mask, other=0.0)
+            _, broken = finite_or_zero(values, mask)
+            result = tl.where(broken > 0, float("nan"), result)
     if is_query or slot >= 0:
         tl.store(target + features, result, mask=mask)
 
@@ -142,6 +152,7 @@ def _launch(
         WRITE=slot_mapping is not None,
         num_warps=row_warps(block),
         enable_fp_fusion=False,
+        **pdl_options(q),
     )
     return q_out
 

@@ -20,7 +20,7 @@ def generate(
     model: str | Path | None = None,
     draft: str | Path | Drafter | None = "auto",
     k: int = 4,
-    lora: str | None = None,
+    lora: str | Path | None = None,
     **params: Any,
 ) -> Generation | list[Generation]:
     """Generate text, drafting k tokens a step. The text does not depend on the drafter.
@@ -31,6 +31,7 @@ def generate(
             strings and messages.
         model: see ``Engine``; None is the bundled SmolLM2-135M-Instruct.
         draft: see ``Engine``; "auto" picks a drafter that needs no other weights.
+        lora: the folder of an adapter in PEFT's format, or None for the model as it is.
         params: fields of ``SamplingParams`` and of ``EngineConfig``. The engine is kept for the
             next call with the same model, draft, k and engine fields.
 
@@ -45,7 +46,8 @@ def generate(
     engine_fields = {n: v for n, v in params.items() if n not in sampling_names}
     EngineConfig(**engine_fields)
     engine = _engine(model, draft, k, engine_fields)
-    return engine.generate(chat_prompts(engine, prompt), sampling, lora=lora)
+    name = None if lora is None else _adapter(engine, lora)
+    return engine.generate(chat_prompts(engine, prompt), sampling, lora=name)
 
 
 def chat_prompts(engine: Engine, prompt: Any) -> Any:
@@ -76,3 +78,16 @@ def _engine(model: Any, draft: Any, k: int, engine_fields: dict[str, Any]) -> En
     if key not in _engines:
         _engines[key] = Engine(model, draft, k, **engine_fields)
     return _engines[key]
+
+
+def _adapter(engine: Engine, path: str | Path) -> str:
+    """The name under which the adapter in ``path`` is loaded: the path and when it was written."""
+    folder = Path(path).resolve()
+    written = max((file.stat().st_mtime_ns for file in folder.glob("adapter_*")), default=0)
+    name = f"{folder}@{written}"
+    if name not in engine.loras:
+        engine.add_lora(name, path)
+        for other in engine.loras:
+            if other != name and other.startswith(f"{folder}@"):
+                engine.remove_lora(other)
+    return name

@@ -1,5 +1,6 @@
 """From an engine's fields to its parts: files are checked first, then weights, memory, graphs."""
 
+import logging
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -7,13 +8,17 @@ from typing import cast
 
 import torch
 
+from specdec.adapters import make_table, read_adapters
 from specdec.config import DTYPES, EngineConfig
 from specdec.drafters.base import Drafter
 from specdec.drafters.draft_model import DraftModelDrafter
 from specdec.drafters.layer_skip import LayerSkipDrafter, skipped_layers
 from specdec.drafters.ngram import NgramDrafter
+from specdec.graph_report import capture_progress, start_up_line
+from specdec.graph_setup import make_dispatcher, make_flat_model
 from specdec.intake import Intake
 from specdec.kernels.linear import configure_exact_blas
+from specdec.lora import LoraManager
 from specdec.runner import Runner
 from specdec.scheduler import Scheduler
 from specdec.step import DecodeStep
@@ -25,8 +30,11 @@ from specdec.verifier.kv_cache import BlockPool, KVCache
 from specdec.verifier.loading import load_model, read_config
 from specdec.verifier.models.config import ModelConfig
 from specdec.verifier.models.llama import CausalLM
-from specdec.verifier.modes import AttentionCGSupport, resolve_uniform_query_lens
+from specdec.verifier.modes import resolve_uniform_query_lens
+from specdec.verifier.peft_format import AdapterWeights
 from specdec.verifier.state import DecodeState
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_MAX_NUM_SEQS = {"cpu": 8, "cuda": 64}
@@ -47,6 +55,7 @@ class Parts:
     runner: Runner
     scheduler: Scheduler
     intake: Intake
+    lora: LoraManager
     max_k: int
     max_model_len: int
     capture_seconds: float
@@ -73,16 +82,31 @@ def build(
             f"exact=True: attention backend {backend.name!r} is not batch-invariant on {device}"
         )
     query_lens = [1 + k for k in limits.allowed_k]
+    supports, draft_backend, own = [backend.cg_support], backend, config
+    if draft_source is not None:
+        # A draft keeps its own dtype on a GPU: cast to the target's it may overflow.
+        own = replace(config, dtype="auto") if device.type == "cuda" else config
+        draft_backend = _backend(own, draft_source, limits, device)
+        supports.append(draft_backend.cg_support)
     mode, full_lens = resolve_uniform_query_lens(
         config.graph_mode,
-        # Graphs of mixed batches are not built yet.
-        min(backend.cg_support, AttentionCGSupport.UNIFORM_BATCH),
+        min(supports),
         query_lens,
-        piecewise_available=False,
+        piecewise_available=config.compilation.no_piecewise is None,
     )
 
+    lora = read_adapters(config.lora, target_source.config, config.max_lora_rank)
+    draft_lora = _read_draft_lora(config, draft_source)
+
     target = _load(target_source, config, backend, device)
-    drafter = _heavy_drafter(draft, draft_source, config, limits, device)
+    drafter = _heavy_drafter(draft, draft_source, own, draft_backend, limits, device)
+    adapters = None
+    if config.lora_at_start:
+        draft_model = None
+        if config.draft_lora is not None and isinstance(drafter, DraftModelDrafter):
+            drafter.uses_adapters = True
+            draft_model = drafter.model
+        adapters = make_table(config, target, lora.values(), draft_model, draft_lora.values())
     num_blocks = _num_blocks(config, target, drafter, limits, device)
     state = DecodeState(
         max_num_seqs=limits.max_num_seqs,
@@ -96,6 +120,9 @@ def build(
         drafter = _light_drafter(draft, target, kv_cache, limits)
     if drafter is not None:
         drafter.attach(state, num_blocks, limits.max_k)
+    query_lens = list(full_lens) or query_lens
+    dispatcher = make_dispatcher(config, state, mode, query_lens)
+    flat = make_flat_model(config, target, kv_cache, state, dispatcher)
     step = DecodeStep(
         model=target,
         kv_cache=kv_cache,
@@ -103,48 +130,61 @@ def build(
         drafter=drafter,
         vocab_size=limits.vocab_size,
         max_k=limits.max_k,
+        forward=flat.forward,
     )
     runner = Runner(
         step,
+        flat,
+        dispatcher,
         mode=mode,
-        query_lens=full_lens or query_lens,
-        max_num_seqs=limits.max_num_seqs,
+        query_lens=query_lens,
         capture_sizes=config.capture_sizes,
         request_counts=config.uniform_request_counts,
+        memory_limit=config.graph_memory_limit,
         debug=config.debug,
+        verify=config.verify_graphs,
     )
+    scheduler = Scheduler(
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        block_size=limits.block_size,
+        pool=BlockPool(num_blocks),
+        allowed_k=limits.allowed_k,
+        draft_lag=1 if drafter is not None and drafter.catchup_width else 0,
+        prefix_caching=config.enable_prefix_caching,
+    )
+    intake = Intake(
+        tokenizer=target_source.tokenizer,
+        vocab_size=limits.vocab_size,
+        eos_token_ids=target.config.eos_token_ids,
+        max_model_len=limits.max_model_len,
+        block_size=limits.block_size,
+        num_kv_blocks=num_blocks,
+        max_k=limits.max_k,
+        speculates=drafter is not None,
+        acceptance=config.acceptance,
+    )
+    manager = LoraManager(config, runner, scheduler, intake)
+    if adapters is not None:
+        manager.start(adapters, lora, draft_lora)
     started = time.perf_counter()
     if config.capture == "eager":
-        runner.capture_all()
+        with capture_progress() as progress:
+            runner.capture_all(progress)
+    capture_seconds = time.perf_counter() - started
+    logger.info(start_up_line(runner.graph_table(), capture_seconds))
     return Parts(
         config=config,
         model_config=target.config,
         tokenizer=target_source.tokenizer,
         drafter=drafter,
         runner=runner,
-        scheduler=Scheduler(
-            max_num_seqs=limits.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            block_size=limits.block_size,
-            pool=BlockPool(num_blocks),
-            allowed_k=limits.allowed_k,
-            draft_lag=1 if drafter is not None and drafter.catchup_width else 0,
-            prefix_caching=config.enable_prefix_caching,
-        ),
-        intake=Intake(
-            tokenizer=target_source.tokenizer,
-            vocab_size=limits.vocab_size,
-            eos_token_ids=target.config.eos_token_ids,
-            max_model_len=limits.max_model_len,
-            block_size=limits.block_size,
-            num_kv_blocks=num_blocks,
-            max_k=limits.max_k,
-            speculates=drafter is not None,
-            acceptance=config.acceptance,
-        ),
+        scheduler=scheduler,
+        intake=intake,
+        lora=manager,
         max_k=limits.max_k,
         max_model_len=limits.max_model_len,
-        capture_seconds=time.perf_counter() - started,
+        capture_seconds=capture_seconds,
     )
 
 
@@ -219,6 +259,15 @@ def _check_draft(draft: str | Path | CausalLM | Drafter | None, target: _Source)
     return source
 
 
+def _read_draft_lora(config: EngineConfig, draft: _Source | None) -> dict[str, AdapterWeights]:
+    """The draft model's adapters. Raises ValueError where there is no model to adapt."""
+    if config.draft_lora is None:
+        return {}
+    if draft is None:
+        raise ValueError("draft_lora: only a draft model can have adapters of its own")
+    return read_adapters(config.draft_lora, draft.config, config.max_lora_rank)
+
+
 def _load(
     source: _Source, config: EngineConfig, backend: AttentionBackend, device: torch.device
 ) -> CausalLM:
@@ -232,15 +281,14 @@ def _heavy_drafter(
     draft: str | Path | CausalLM | Drafter | None,
     source: _Source | None,
     config: EngineConfig,
+    backend: AttentionBackend,
     limits: _Limits,
     device: torch.device,
 ) -> Drafter | None:
     """A drafter that brings weights or an object of the user's own; None for the others."""
     if source is None:
         return None if draft is None or isinstance(draft, str | Path) else cast(Drafter, draft)
-    # A draft keeps its own dtype on a GPU: cast to the target's it may overflow.
-    own = replace(config, dtype="auto") if device.type == "cuda" else config
-    model = _load(source, own, _backend(own, source, limits, device), device)
+    model = _load(source, config, backend, device)
     return DraftModelDrafter(model, vocab_size=limits.vocab_size)
 
 

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -55,6 +56,15 @@ ModeOption = Annotated[
 NoGraphOption = Annotated[
     bool, typer.Option("--no-graph", help="Run without graphs: --cudagraph-mode NONE.")
 ]
+CompilationOption = Annotated[
+    str | None,
+    typer.Option(
+        "--compilation-config",
+        metavar="JSON",
+        help='As in vLLM: \'{"mode": 3, "compile_sizes": [8]}\'.',
+        show_default=False,
+    ),
+]
 DEFAULT_MODE = "FULL_AND_PIECEWISE"
 
 
@@ -64,6 +74,10 @@ def main() -> None:
 
 
 def run(application: typer.Typer) -> None:
+    # Read when OpenMP starts, so before torch is imported. On a machine that runs anything else,
+    # idle threads that spin instead of sleeping can make a step many times slower.
+    for name, value in (("OMP_WAIT_POLICY", "passive"), ("GOMP_SPINCOUNT", "0")):
+        os.environ.setdefault(name, value)
     try:
         application()
     except BrokenPipeError:
@@ -91,6 +105,19 @@ def graph_mode(mode: str, no_graph: bool) -> str:
     if mode.upper() not in (DEFAULT_MODE, "NONE"):
         raise ValueError(f"--no-graph and --cudagraph-mode {mode} contradict each other")
     return "NONE"
+
+
+def compilation_config(text: str | None) -> dict[str, Any] | None:
+    """The value of --compilation-config. Raises ValueError where it is not a JSON object."""
+    if text is None:
+        return None
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--compilation-config is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"--compilation-config must be a JSON object, not {text}")
+    return values
 
 
 @app.callback(invoke_without_command=True)
@@ -122,6 +149,7 @@ def generate(
     device: DeviceOption = "auto",
     cudagraph_mode: ModeOption = DEFAULT_MODE,
     no_graph: NoGraphOption = False,
+    compilation: CompilationOption = None,
     chat_template: Annotated[
         bool, typer.Option(help="Apply an instruct model's chat template.")
     ] = True,
@@ -144,6 +172,7 @@ def generate(
     mode = graph_mode(cudagraph_mode, no_graph)
     from specdec.api import chat_prompts
     from specdec.engine import Engine
+    from specdec.graph_report import start_up_line
     from specdec.params import SamplingParams
 
     params = SamplingParams(
@@ -153,11 +182,19 @@ def generate(
         top_p=top_p,
         seed=seed,
     )
-    fields: dict[str, Any] = {"dtype": dtype, "device": device, "cudagraph_mode": mode}
+    fields: dict[str, Any] = {
+        "dtype": dtype,
+        "device": device,
+        "cudagraph_mode": mode,
+        "compilation_config": compilation_config(compilation),
+    }
     with Engine(model, draft_of(draft), k, **fields) as engine:
+        say(start_up_line(engine.graph_table(), engine.capture_seconds))
         prompts = [chat_prompts(engine, text) if chat_template else text for text in texts]
         if as_json:
-            for text, result in zip(texts, engine.generate(prompts, params), strict=True):
+            results = engine.generate(prompts, params)
+            assert isinstance(results, list)
+            for text, result in zip(texts, results, strict=True):
                 print(json.dumps(as_dict(text, result), ensure_ascii=False), flush=True)
         else:
             show = sys.stdout.isatty() if stream is None else stream
@@ -228,24 +265,35 @@ def graphs(
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     cudagraph_mode: ModeOption = DEFAULT_MODE,
+    compilation: CompilationOption = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Draw coverage and padding to this PNG file.", show_default=False),
+    ] = None,
 ) -> None:
     """Capture an engine's graphs and list them."""
     from rich.console import Console
 
     from specdec.engine import Engine
-    from specdec.tables import coverage, graph_table
+    from specdec.graph_report import plot_graphs, start_up_line
+    from specdec.tables import graph_table
 
     fields: dict[str, Any] = {
         "dtype": dtype,
         "device": device,
         "cudagraph_mode": cudagraph_mode,
+        "compilation_config": compilation_config(compilation),
         "max_num_seqs": max_num_seqs,
     }
     with Engine(model, draft_of(draft), k, **fields) as engine:
         rows = engine.graph_table()
         console = Console()
         console.print(graph_table(rows))
-        console.print(coverage(rows), soft_wrap=True)
+        line = start_up_line(rows, engine.capture_seconds)
+        console.print(f"\n{line}", highlight=False, soft_wrap=True)
+        if plot is not None:
+            plot_graphs(rows, plot)
+            say(f"wrote {plot}")
 
 
 app.command()(bench)

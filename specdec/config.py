@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from specdec.verifier.compile import CompilationConfig
 from specdec.verifier.modes import CUDAGraphMode
 
 DTYPES = {
@@ -13,8 +15,9 @@ DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
+BASE = "base"  # what the counts of rows without an adapter go by
 ACCEPTANCE = ("auto", "coupled", "rejection")
-COMPILATION_KEYS = ("cudagraph_mode", "cudagraph_capture_sizes", "mode")
+COMPILATION_KEYS = ("cudagraph_mode", "cudagraph_capture_sizes", *CompilationConfig.keys())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +29,8 @@ class EngineConfig:
             "bfloat16".
         device: "auto" (cuda where there is one), "cpu", "cuda" or "cuda:N".
         cudagraph_mode: a CUDAGraphMode or its name.
-        compilation_config: the same and ``cudagraph_capture_sizes`` in vLLM's form.
+        compilation_config: the same and ``cudagraph_capture_sizes`` in vLLM's form, and the fields
+            of ``CompilationConfig`` (mode, backend, splitting_ops, compile_sizes, ...).
         cudagraph_capture_sizes: batch sizes in tokens to capture; must cover ``max_num_seqs``.
         uniform_request_counts: batch sizes in requests to capture, instead.
         attention_backend: "auto", "sdpa" or "triton".
@@ -38,11 +42,24 @@ class EngineConfig:
             ``max_num_seqs`` texts of ``max_model_len`` can fill.
         gpu_memory_utilization: share of the GPU's memory that the engine may fill.
         enable_prefix_caching: reuse the KV of texts that begin alike.
-        lora: adapters by name; not supported yet.
+        lora: adapters to load, {name: folder in PEFT's format}. This or one of the next two makes
+            room and graphs for adapters at start-up; else the first ``add_lora`` does.
+        max_loras: adapters that can run at the same time, 8 by default. More may be loaded.
+        max_lora_rank: the largest rank. Default: the largest of ``lora``, 16 at least.
+        lora_vocabulary: room for adapters of the embedding and the head too. Made without asking
+            where one of ``lora`` needs it.
+        draft_lora: adapters for a draft model, {name: folder}: rows on the adapter of that name are
+            drafted with it, all others by the draft model as it is.
         acceptance: "auto" (coupled for rows with a seed, else rejection), "coupled", "rejection".
         exact: True asks for batch-invariant kernels, "auto" takes them where they are.
         extra_k: further draft widths, each with graphs of its own, beside 0 and the engine's k.
-        capture: "eager" captures all greedy keys at start-up, "lazy" each key on first use.
+        async_scheduling: launch a step before the last one's tokens are read; "auto" on a GPU.
+        capture: "eager" captures all greedy keys at start-up, "lazy" each key on first use. Off a
+            GPU, graphs of batches with prompts are always captured on first use.
+        graph_memory_limit: bytes that the graphs captured at start-up may take. Sizes are left out
+            evenly until they fit. Default: what the GPU has free.
+        verify_graphs: compare the first replay of each graph with an eager run; the graph table
+            keeps the largest error.
         debug: check the static addresses of every replay.
     """
 
@@ -60,11 +77,18 @@ class EngineConfig:
     num_kv_blocks: int | None = None
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
-    lora: Mapping[str, str] | None = None
+    lora: Mapping[str, str | Path] | None = None
+    max_loras: int | None = None
+    max_lora_rank: int | None = None
+    lora_vocabulary: bool = False
+    draft_lora: Mapping[str, str | Path] | None = None
     acceptance: str = "auto"
     exact: bool | str = "auto"
     extra_k: Sequence[int] = ()
+    async_scheduling: bool | str = "auto"
     capture: str = "eager"
+    graph_memory_limit: int | None = None
+    verify_graphs: bool = False
     debug: bool = False
 
     def __post_init__(self) -> None:
@@ -82,16 +106,42 @@ class EngineConfig:
             raise ValueError(
                 f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}"
             )
-        if self.lora:
-            raise ValueError("lora: adapters are not supported yet")
-        if self.exact not in (True, False, "auto"):
-            raise ValueError(f"exact must be True, False or 'auto', got {self.exact!r}")
+        _check_positive("graph_memory_limit", self.graph_memory_limit)
+        for name in ("max_loras", "max_lora_rank"):
+            _check_positive(name, getattr(self, name))
+        self._check_adapters()
+        for name in ("exact", "async_scheduling"):
+            if getattr(self, name) not in (True, False, "auto"):
+                raise ValueError(
+                    f"{name} must be True, False or 'auto', got {getattr(self, name)!r}"
+                )
         for size in self.capture_sizes or ():
             _check_positive("cudagraph_capture_sizes", size)
         for count in self.uniform_request_counts or ():
             _check_positive("uniform_request_counts", count)
         self._check_compilation_config()
         _ = self.graph_mode, self.torch_device
+
+    def _check_adapters(self) -> None:
+        if not isinstance(self.lora_vocabulary, bool):
+            raise TypeError(f"lora_vocabulary must be a bool, got {self.lora_vocabulary!r}")
+        for field in ("lora", "draft_lora"):
+            paths = getattr(self, field)
+            if paths is not None and not isinstance(paths, Mapping):
+                raise TypeError(f"{field} must map names to paths, got {paths!r}")
+            for name, path in (paths or {}).items():
+                check_adapter_name(field, name)
+                if not isinstance(path, str | Path):
+                    raise TypeError(f"{field}[{name!r}] must be a path, got {path!r}")
+        for name in self.draft_lora or ():
+            if name not in (self.lora or {}):
+                raise ValueError(f"draft_lora: no adapter {name!r} is in lora")
+
+    @property
+    def lora_at_start(self) -> bool:
+        """Whether slots and graphs for adapters are made before the first request."""
+        asked = (self.lora, self.max_loras, self.max_lora_rank, self.draft_lora)
+        return self.lora_vocabulary or any(field is not None for field in asked)
 
     def _check_compilation_config(self) -> None:
         config = self.compilation_config
@@ -105,10 +155,13 @@ class EngineConfig:
                 f"compilation_config: {', '.join(unknown)} not supported; "
                 f"known keys are {', '.join(COMPILATION_KEYS)}"
             )
-        if config.get("mode", 0) != 0:
-            raise ValueError(
-                f"compilation_config: mode {config['mode']!r} is not supported yet; 0 is"
-            )
+        _ = self.compilation
+
+    @property
+    def compilation(self) -> CompilationConfig:
+        own = CompilationConfig.keys()
+        values = self.compilation_config or {}
+        return CompilationConfig.parse({key: values[key] for key in values if key in own})
 
     @property
     def graph_mode(self) -> CUDAGraphMode:
@@ -149,6 +202,14 @@ def check_k(k: object) -> int:
     if k < 0:
         raise ValueError(f"k must be at least 0, got {k}")
     return k
+
+
+def check_adapter_name(field: str, name: object) -> None:
+    """Raise ValueError or TypeError where ``name`` cannot name an adapter."""
+    if not isinstance(name, str):
+        raise TypeError(f"{field}: an adapter's name must be a string, got {name!r}")
+    if not name or name == BASE:
+        raise ValueError(f"{field}: an adapter cannot be called {name!r}")
 
 
 def _choose(name: str, value: object, known: Sequence[str]) -> None:

@@ -67,6 +67,8 @@ def commit(request: Request, tail: TextTail, result: RowResult) -> int:
             break
     if request.finish_reason is None and result.failed:
         request.finish_reason = "error"
+    if request.grammar is not None:
+        request.grammar.advance(request.output_ids[len(request.output_ids) - committed :])
     if request.finish_reason is not None:
         close(request, tail)
     return committed

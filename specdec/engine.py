@@ -5,34 +5,25 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from specdec.config import EngineConfig, check_k
 from specdec.ends import TextTail, close, commit, event
 from specdec.intake import Intake, Prompt
+from specdec.launch import Launched, launch
+from specdec.lora import LoraManager, lora_names
 from specdec.outputs import EngineStats, Generation, StepRecord, StreamEvent
 from specdec.params import SamplingParams
 from specdec.request import Request
-from specdec.scheduler import PrefillChunk, StepPlan
-from specdec.verifier.batch import PendingResult, RowResult
+from specdec.scheduler import StepPlan
+from specdec.verifier.batch import RowResult
 from specdec.verifier.graph import GraphRow
 
 if TYPE_CHECKING:
     from specdec.drafters.base import Drafter
 
 MAX_RECORDS = 10_000
-
-
-@dataclass(slots=True)
-class _Launched:
-    """A pass whose results have not been read."""
-
-    requests: list[Request]
-    results: PendingResult
-    is_decode: bool
-    most_tokens: int  # that each of its requests may get from it
 
 
 class Engine:
@@ -72,10 +63,14 @@ class Engine:
         self._scheduler = parts.scheduler
         self._pool = parts.scheduler.pool
         self._intake: Intake = parts.intake
+        self._lora: LoraManager = parts.lora
         # A drafter on the host reads the newest tokens, so its steps cannot overlap.
         host_drafts = self.drafter is not None and not self.drafter.capturable
-        self._reads_late = parts.runner.device.type == "cuda" and not host_drafts
-        self._launched: deque[_Launched] = deque()
+        wanted = parts.config.async_scheduling
+        on_gpu = parts.runner.device.type == "cuda"
+        self._reads_late = (on_gpu if wanted == "auto" else bool(wanted)) and not host_drafts
+        self._launched: deque[Launched] = deque()
+        self._num_grammars = 0  # requests in the engine whose output follows a format
         self._tails: dict[Request, TextTail] = {}
         self._records: deque[StepRecord] = deque(maxlen=MAX_RECORDS)
         self._stats = EngineStats(
@@ -99,10 +94,8 @@ class Engine:
         """
         single = isinstance(prompts, str) or not prompts or not _is_prompt(prompts[0])
         many: list[Any] = [prompts] if single else list(prompts)
-        if lora:
-            raise ValueError(f"lora: no adapter {lora!r} is loaded; adapters are not supported yet")
-        every = self._params_for(many, params)
-        groups = [self._intake.make(prompt, each) for prompt, each in zip(many, every, strict=True)]
+        requests = zip(many, self._params_for(many, params), lora_names(many, lora), strict=True)
+        groups = [self._intake.make(*request) for request in requests]
         for group in groups:
             self._admit(group)
         try:
@@ -112,23 +105,55 @@ class Engine:
             for group in groups:
                 self._abort(group)
             raise
-        results = [self._generation(group) for group in groups]
+        results = [self.generation(group) for group in groups]
         return results[0] if single else results
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamEvent]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, lora: str | None = None
+    ) -> Iterator[StreamEvent]:
         """Generate one prompt, yielding what each step adds. Closing the iterator aborts it."""
-        group = self.add_request(prompt, params)
-        return self._events(group)
+        return self._events(self.add_request(prompt, params, lora))
 
-    def add_request(self, prompt: Prompt, params: SamplingParams | None = None) -> list[Request]:
+    def add_request(
+        self, prompt: Prompt, params: SamplingParams | None = None, lora: str | None = None
+    ) -> list[Request]:
         """Queue a request, one per choice; ``step`` runs it. For callers with their own loop."""
-        group = self._intake.make(prompt, params or SamplingParams())
+        group = self._intake.make(prompt, params or SamplingParams(), lora)
         self._admit(group)
         return group
 
     def abort(self, request_id: str) -> None:
         """End a request where it stands; others are not disturbed. Unknown ids are ignored."""
         self._abort([r for r in self._tails if r.id == request_id])
+
+    def add_lora(self, name: str, path: str | Path, draft_path: str | Path | None = None) -> None:
+        """Load an adapter in PEFT's format, or a new version of it under the same name.
+
+        Requests that run on an older version end on it. ``draft_path``: an adapter of the draft
+        model for the same rows, in an engine with ``draft_lora``. Raises FileNotFoundError or
+        ValueError naming what is missing or not supported; nothing has changed then.
+        """
+        self._check_open()
+        self._lora.add(name, path, draft_path)
+
+    def remove_lora(self, name: str, *, wait: bool = True) -> None:
+        """Unload an adapter: new requests for it are refused at once, those it has end on it.
+
+        With ``wait`` the engine steps until they have. Raises ValueError for an unknown name.
+        """
+        adapter = self._lora.remove(name)
+        while wait and adapter.num_requests:
+            self.step()
+
+    @property
+    def loras(self) -> list[str]:
+        """Names of the adapters that requests may ask for."""
+        return self._lora.names
+
+    @property
+    def unloading_loras(self) -> list[str]:
+        """Names of adapters that were removed and that running requests still use."""
+        return self._lora.unloading
 
     def graph_table(self) -> list[GraphRow]:
         """One row per captured graph."""
@@ -138,6 +163,7 @@ class Engine:
         """Totals since the engine started, as of now."""
         self._stats.free_kv_blocks = self._pool.num_free
         self._stats.preemptions = self._scheduler.num_preemptions
+        self._stats.adapter_loads = self._lora.num_loads
         return copy.deepcopy(self._stats)
 
     def recent_steps(self, n: int = 100) -> list[StepRecord]:
@@ -147,6 +173,7 @@ class Engine:
     def check_integrity(self) -> None:
         """Raise AssertionError where a block or a row is held other than once."""
         self._scheduler.check_integrity()
+        self._lora.check_integrity(self._tails, self._scheduler.running)
 
     def close(self) -> None:
         """Abort what runs and release the device memory."""
@@ -156,6 +183,7 @@ class Engine:
         self._drain()
         self._closed = True
         self._runner.release()
+        self._lora.release()
 
     def __enter__(self) -> Self:
         return self
@@ -166,17 +194,22 @@ class Engine:
     # -- the pipeline -----------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Schedule, launch (draft, verify and accept in one replay; prefill), then commit.
+        """Schedule, launch (draft, verify and accept in one replay), then commit.
 
         On a GPU the results committed here are those of the step before.
         """
+        if self._num_grammars:
+            # A row with a grammar needs its newest tokens on the host before it goes on.
+            self._drain()
         plan = self._scheduler.schedule(may_preempt=not self._launched)
         if plan is None:
             return self._drain()
         of_last_step = len(self._launched)
         self._install(plan)
-        self._launch_decode(plan)
-        self._launch_prefill(plan)
+        if not plan.is_empty:
+            launched, records = launch(self._runner, plan)
+            self._track(launched, records)
+            self._stats.prefill_chunks += len(plan.prefills)
         if self._reads_late and not plan.is_empty:
             self._drain(of_last_step)
         else:
@@ -185,64 +218,28 @@ class Engine:
     def _install(self, plan: StepPlan) -> None:
         """Write the rows and block tables that this plan adds."""
         state = self._runner.state
+        self._lora.load_pending()
         for request in plan.admitted:
             self._runner.install(request)
         for request, first, blocks in plan.new_blocks:
             state.write_blocks(request.row, first, blocks)
 
-    def _launch_decode(self, plan: StepPlan) -> None:
-        if not plan.decodes:
-            return
-        results, record = self._runner.decode(
-            [request.row for request in plan.decodes],
-            plan.k,
-            sampled=any(r.needs_sampling for r in plan.decodes),
-            catch_up_passes=self._catch_up_passes(plan),
-            with_logprobs=any(r.params.logprobs is not None for r in plan.decodes),
-        )
-        self._note(record)
-        self._track(_Launched(plan.decodes, results, True, 1 + plan.k))
-
-    def _launch_prefill(self, plan: StepPlan) -> None:
-        if not plan.prefills:
-            return
-        chunks: list[PrefillChunk] = plan.prefills
-        sampling = [chunk.request for chunk in chunks if chunk.samples]
-        results, record = self._runner.prefill(
-            chunks,
-            sampled=any(r.needs_sampling for r in sampling),
-            with_logprobs=any(r.params.logprobs is not None for r in sampling),
-        )
-        self._note(record)
-        self._stats.prefill_chunks += len(chunks)
-        if results is not None:
-            self._track(_Launched(sampling, results, False, 1))
-
-    def _catch_up_passes(self, plan: StepPlan) -> int:
-        """How many catch-up passes bring every row's draft KV up to date before this step."""
-        if plan.k == 0:
-            for request in plan.decodes:
-                request.undrafted_steps += 1
-            return 0
-        behind = max(request.undrafted_steps for request in plan.decodes)
-        for request in plan.decodes:
-            request.undrafted_steps = 0
-        width = self.drafter.catchup_width if self.drafter is not None else 0
-        # One more token than steps: the last draft of a fully accepted run was never fed.
-        return -(-(behind + 1) // width) if width and behind else 0
-
-    def _track(self, launched: _Launched) -> None:
-        for request in launched.requests:
-            request.passes_in_flight += 1
-            request.tokens_in_flight += launched.most_tokens
-        self._launched.append(launched)
+    def _track(self, launched: list[Launched], records: list[StepRecord]) -> None:
+        """Keep what has been launched until it is read, and note which graphs it took."""
+        for each in launched:
+            for request in each.requests:
+                request.passes_in_flight += 1
+                request.tokens_in_flight += each.most_tokens
+        self._launched.extend(launched)
+        for record in records:
+            self._note(record)
 
     def _drain(self, count: int | None = None) -> None:
         """Commit the oldest ``count`` passes in flight, or all of them."""
         for _ in range(len(self._launched) if count is None else count):
             self._commit(self._launched.popleft())
 
-    def _commit(self, launched: _Launched) -> None:
+    def _commit(self, launched: Launched) -> None:
         """Read a pass's results and append them to its requests."""
         for request, result in zip(launched.requests, launched.results.read(), strict=True):
             request.passes_in_flight -= 1
@@ -257,7 +254,7 @@ class Engine:
         if is_decode:
             accepted = min(result.num_accepted, committed)
             request.stats.record(result.num_drafted, accepted, committed)
-            self._stats.record(request.adapter, result.num_drafted, accepted)
+            self._stats.record(request.adapter_name, result.num_drafted, accepted)
         request.events.append(event(request, tail, committed))
         if request.finish_reason != "error":
             self._scheduler.publish(request)
@@ -267,14 +264,21 @@ class Engine:
     # -- requests ---------------------------------------------------------------------------------
 
     def _admit(self, group: list[Request]) -> None:
-        if self._closed:
-            raise RuntimeError("the engine is closed")
+        self._check_open()
         for request in group:
+            self._lora.hold(request)
             self._tails[request] = TextTail(self.tokenizer, request.params.stop_strings)
             self._scheduler.add(request)
+            self._num_grammars += request.grammar is not None
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the engine is closed")
 
     def _retire(self, request: Request) -> None:
         self._scheduler.finish(request)
+        self._lora.drop(request)
+        self._num_grammars -= request.grammar is not None
         del self._tails[request]
 
     def _abort(self, group: Sequence[Request]) -> None:
@@ -307,7 +311,8 @@ class Engine:
             raise ValueError(f"params: {len(params)} given for {len(prompts)} prompts")
         return list(params)
 
-    def _generation(self, group: list[Request]) -> Generation:
+    def generation(self, group: list[Request]) -> Generation:
+        """The result of a request that ``add_request`` queued and that has ended."""
         choices = [
             Generation(
                 text=r.text,
@@ -325,7 +330,7 @@ class Engine:
     def _note(self, record: StepRecord) -> None:
         self._records.append(record)
         self._stats.steps_by_mode[record.mode] += 1
-        if record.k or record.reason != "prefill":
+        if record.descriptor.uniform:
             self._stats.live_rows += record.num_reqs
             self._stats.padded_rows += record.descriptor.num_reqs - record.num_reqs
 

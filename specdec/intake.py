@@ -2,9 +2,11 @@
 
 import itertools
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from specdec.adapters import AdapterTable, find_adapter
+from specdec.grammar import GrammarCompiler, GrammarState, check_format
 from specdec.params import SamplingParams
 from specdec.request import Request
 from specdec.tokenizer import Tokenizer
@@ -38,10 +40,15 @@ class Intake:
         self.max_k = max_k
         self.speculates = speculates
         self.acceptance = acceptance
+        self.adapters: AdapterTable | None = None
         self._arrivals = itertools.count()
+        self._grammars: GrammarCompiler | None = None
 
-    def make(self, prompt: Prompt, params: SamplingParams) -> list[Request]:
+    def make(
+        self, prompt: Prompt, params: SamplingParams, lora: str | None = None
+    ) -> list[Request]:
         """One request per choice. Raises ValueError or TypeError naming what is wrong."""
+        adapter = find_adapter(self.adapters, lora) if lora is not None else None
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params must be SamplingParams, got {params!r}")
         prompt_ids = self._prompt_ids(prompt)
@@ -66,6 +73,7 @@ class Intake:
                 f"min_tokens: at most {MAX_STOP_IDS} end and stop tokens, got {len(stop_ids)}"
             )
         bad_words = self._bad_words(params)
+        start = self._grammar_start(params)
         return [
             Request(
                 id=f"req-{arrival}",
@@ -78,7 +86,9 @@ class Intake:
                 coupled=coupled,
                 stop_ids=stop_ids,
                 bad_words=bad_words,
+                grammar=start() if start is not None else None,
                 arrival=arrival,
+                adapter=adapter,
             )
             for index in range(params.n)
         ]
@@ -139,6 +149,26 @@ class Intake:
                 f"{len(words)} of up to {longest} (a string counts as two)"
             )
         return words
+
+    def _grammar_start(self, params: SamplingParams) -> Callable[[], GrammarState] | None:
+        """What makes the start of a text in the asked format, once per choice."""
+        response_format = check_format(params.response_format)
+        if response_format is None:
+            return None
+        if self.tokenizer is None:
+            raise ValueError("response_format: this model has no tokenizer")
+        if not self.eos_token_ids:
+            raise ValueError("response_format: this model has no end-of-sequence token")
+        for name in ("ignore_eos", "min_tokens"):
+            if getattr(params, name):
+                raise ValueError(f"{name} cannot be combined with response_format")
+        if self._grammars is None:
+            self._grammars = GrammarCompiler(
+                self.tokenizer, self.vocab_size, sorted(self.eos_token_ids)
+            )
+        grammars = self._grammars
+        grammars.start(response_format)
+        return lambda: grammars.start(response_format)
 
     def _request_k(self, params: SamplingParams) -> int:
         if not self.speculates:

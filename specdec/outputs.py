@@ -140,6 +140,7 @@ class EngineStats:
     by_adapter: dict[str, DraftCounts] = field(default_factory=dict)
     prefill_chunks: int = 0
     preemptions: int = 0
+    adapter_loads: int = 0  # copies of an adapter into a slot
     padded_rows: int = 0
     live_rows: int = 0
 

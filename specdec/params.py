@@ -4,6 +4,7 @@ import math
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 # The likeliest tokens of a position that a request may ask for, as in OpenAI's interface.
 MAX_LOGPROBS = 20
@@ -30,6 +31,9 @@ class SamplingParams:
         logit_bias: added to the logits of these token ids.
         bad_words: strings or token-id sequences that are never completed.
         logprobs: per token, its log-probability and those of this many likeliest tokens.
+        response_format: the text follows a format: {"type": "json_object"}, or "json_schema",
+            "regex", "grammar" (EBNF) or "choice" with the schema, pattern, grammar or list of
+            strings under the type's name.
         k: drafts per step for this request, between 0 and the engine's k; None takes the engine's.
     """
 
@@ -50,6 +54,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     bad_words: Sequence[str | Sequence[int]] | None = None
     logprobs: int | None = None
+    response_format: Mapping[str, Any] | None = None
     k: int | str | None = None
 
     def __post_init__(self) -> None:

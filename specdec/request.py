@@ -4,6 +4,9 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
+from specdec.adapters import Adapter
+from specdec.config import BASE
+from specdec.grammar import GrammarState
 from specdec.outputs import GenerationStats, StreamEvent, TokenLogprob
 from specdec.params import SamplingParams
 
@@ -26,8 +29,9 @@ class Request:
     coupled: bool
     stop_ids: frozenset[int]
     bad_words: list[list[int]]
+    grammar: GrammarState | None = None
     arrival: int
-    adapter: str = "base"
+    adapter: Adapter | None = None  # None: the base model
     arrival_time: float = field(default_factory=time.perf_counter)
 
     output_ids: list[int] = field(default_factory=list)
@@ -47,6 +51,20 @@ class Request:
     passes_in_flight: int = 0
     tokens_in_flight: int = 0
     undrafted_steps: int = 0  # steps since the drafter last read this text
+
+    @property
+    def adapter_name(self) -> str:
+        """What this text's counts go by."""
+        return self.adapter.name if self.adapter is not None else BASE
+
+    @property
+    def adapter_slot(self) -> int:
+        return self.adapter.slot if self.adapter is not None else -1
+
+    @property
+    def cache_salt(self) -> str:
+        """Texts share KV only with those of the same adapter and version."""
+        return self.adapter.salt if self.adapter is not None else BASE
 
     @property
     def token_ids(self) -> list[int]:
@@ -85,6 +103,7 @@ class Request:
             or bool(self.bad_words)
             or params.min_tokens > 0
             or params.logprobs is not None
+            or self.grammar is not None
         )
 
     @property

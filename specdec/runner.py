@@ -1,37 +1,40 @@
 """Launches what the scheduler planned: picks the graph, replays it, and copies the results back."""
 
-import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
-from torch import Tensor
 
+from specdec.drafters.base import Draft
+from specdec.flatten import flatten_chunks, padding_prompts, upload
+from specdec.grammar import GrammarState
+from specdec.graphs import EngineGraphs, Progress, UniformPass, uniform_only
 from specdec.outputs import StepRecord
 from specdec.request import Request
 from specdec.scheduler import PrefillChunk
 from specdec.step import DecodeStep
-from specdec.verifier.attention.base import AttentionMetadata
-from specdec.verifier.batch import PassResult, PendingResult, PrefillBatch
-from specdec.verifier.capture import CaptureError
+from specdec.verifier.batch import PassResult, PendingResult
 from specdec.verifier.context import set_forward_context
 from specdec.verifier.dispatcher import CudagraphDispatcher
-from specdec.verifier.graph import CUDAGraphWrapper, GraphPool, GraphRow
-from specdec.verifier.modes import BatchDescriptor, CUDAGraphMode, GraphKey
-from specdec.verifier.state import RowState
-
-logger = logging.getLogger(__name__)
+from specdec.verifier.flat_model import FlatModel
+from specdec.verifier.graph import GraphRow
+from specdec.verifier.modes import BatchDescriptor, CUDAGraphMode
 
 
-@dataclass(slots=True)
-class _Pass:
-    """One kind of uniform pass: what it runs, its graphs, and which of them exist."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Needs:
+    """What the rows of a step ask of its passes."""
 
-    role: str
-    run: Callable[[int, int, bool], PassResult | Tensor]
-    wrapper: CUDAGraphWrapper
-    dispatcher: CudagraphDispatcher
+    sampled: bool  # some row has a temperature, a logit rule, a format or asks for logprobs
+    has_lora: bool
+    with_logprobs: bool
+    catch_up_passes: int  # that bring the drafter's KV up to date before it drafts
+
+
+# More rows than the kernels for few rows take.
+WARM_UP_TOKENS = 128
 
 
 class Runner:
@@ -40,85 +43,101 @@ class Runner:
     def __init__(
         self,
         step: DecodeStep,
+        flat: FlatModel,
+        dispatcher: CudagraphDispatcher,
         *,
         mode: CUDAGraphMode,
         query_lens: Sequence[int],
-        max_num_seqs: int,
         capture_sizes: Sequence[int] | None,
         request_counts: Sequence[int] | None,
+        memory_limit: int | None = None,
         debug: bool = False,
+        verify: bool = False,
     ) -> None:
+        """
+        flat: the model that ``step`` calls, with the pool that all graphs share.
+        dispatcher: of the decode pass and of batches with prompts; the others get their own.
+        verify: compare each graph's first replay with an eager run.
+        """
         self.step = step
         self.state = step.state
         self.device = step.state.device
         self._rows_in_slots: list[int] = []
-        self._pool = GraphPool(self.device)
         drafter = step.drafter
         self._host_drafts = drafter is not None and not drafter.capturable
-        self._full = mode.has_mode(CUDAGraphMode.FULL)
+        self._graphs = EngineGraphs(
+            pool=flat.pool,
+            flat=flat,
+            dispatcher=dispatcher,
+            park=self._park,
+            memory_limit=memory_limit,
+            debug=debug,
+            verify_state=[self.state.tokens, self.state.ints] if verify else None,
+        )
+        # A split step verifies on its own: captured on first use where steps are whole.
+        self._verify = self._graphs.add_pass(
+            "target", step.verify, dispatcher, at_start=self._host_drafts
+        )
+        self._decode = self._verify
+        if not self._host_drafts:
+            self._decode = self._graphs.add_pass("step", step.decode, dispatcher)
 
-        def make(role: str, run: Callable, lens: Sequence[int], sizes: Sequence[int] | None):
-            dispatcher = CudagraphDispatcher(max_num_seqs=max_num_seqs)
-            dispatcher.initialize_cudagraph_keys(
-                mode,
-                capture_sizes=sizes,
-                uniform_query_lens=tuple(lens),
-                uniform_request_counts=request_counts,
-            )
-            wrapper = CUDAGraphWrapper(
-                run, CUDAGraphMode.FULL, role=role, pool=self._pool, debug=debug
-            )
-            return _Pass(role, run, wrapper, dispatcher)
+        drafts_adapted = bool(getattr(drafter, "uses_adapters", False))
 
-        if self._host_drafts:
-            self._decode = make("target", step.verify, query_lens, capture_sizes)
-        else:
-            self._decode = make("step", step.decode, query_lens, capture_sizes)
-        self._catch_up: _Pass | None = None
+        def add(
+            role: str, run: Callable, lens: Sequence[int], sizes: Sequence[int] | None
+        ) -> UniformPass:
+            own = CudagraphDispatcher(max_num_seqs=dispatcher.max_num_seqs)
+            # Without it these passes run, on no graph: attention may support single tokens alone.
+            if max(query_lens) > 1:
+                own.initialize_cudagraph_keys(
+                    uniform_only(mode),
+                    capture_sizes=sizes,
+                    uniform_query_lens=tuple(lens),
+                    uniform_request_counts=request_counts,
+                )
+            return self._graphs.add_pass(role, run, own, reads_adapters=drafts_adapted)
+
+        self._catch_up: UniformPass | None = None
         if drafter is not None and drafter.catchup_width:
-            width = drafter.catchup_width
-            self._catch_up = make("draft_catchup", step.catch_up, [width], None)
-
-    # -- capture ----------------------------------------------------------------------------------
-
-    @property
-    def passes(self) -> list[_Pass]:
-        return [self._decode] + ([self._catch_up] if self._catch_up else [])
+            self._catch_up = add("draft_catchup", step.catch_up, [drafter.catchup_width], None)
+        self._draft_pass: UniformPass | None = None
+        drafting = [query_len for query_len in query_lens if query_len > 1]
+        if drafter is not None and drafter.capturable and step.draft_ids.shape[1]:
+            self._draft_pass = add("draft_decode", step.draft, drafting, capture_sizes)
 
     @torch.inference_mode()
-    def capture_all(self, on_key: Callable[[str, BatchDescriptor], None] | None = None) -> None:
-        """Capture every greedy key of every table, largest first."""
-        with self._pool.capture_window():
-            for each in self.passes:
-                for _, descriptor in each.dispatcher.capture_list():
-                    if on_key is not None:
-                        on_key(each.role, descriptor)
-                    self._capture(each, descriptor, "greedy")
+    def capture_all(self, progress: Progress | None = None) -> None:
+        """Capture every greedy key of every table that has no graph yet, largest first."""
+        if self.device.type == "cuda":
+            self.warm_up()
+        self._graphs.capture_all(progress)
 
-    def _capture(self, each: _Pass, descriptor: BatchDescriptor, variant: str) -> None:
-        """Run a batch of padding once eagerly, so that all first uses are over, then capture it."""
-        live = self._rows_in_slots
-        self._fill_slots([])
-        arguments = (descriptor.num_reqs, descriptor.query_len - 1, variant == "sampled")
-        try:
-            with self._pool.capture_window():
-                for mode in (CUDAGraphMode.NONE, CUDAGraphMode.FULL):
-                    with (
-                        self._pool.stream(),
-                        set_forward_context(
-                            cudagraph_runtime_mode=mode,
-                            batch_descriptor=descriptor,
-                            variant=variant,
-                        ),
-                    ):
-                        each.wrapper(*arguments)
-        except CaptureError as error:
-            logger.warning("%s; such batches take the next larger graph, or none", error)
-            each.dispatcher.remove_key(CUDAGraphMode.FULL, descriptor, str(error))
-        self._fill_slots(live)
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Run prompts of padding, so that traffic finds every kernel compiled.
+
+        Kernels are compiled per power of two of requests and for few and for many tokens; what
+        decode steps run is compiled where their graphs are captured.
+        """
+        num_reqs, most = 1, self.step.slots.shape[0]
+        while True:
+            for num_tokens in sorted({num_reqs, max(num_reqs, WARM_UP_TOKENS)}):
+                prompts = padding_prompts(self.state, num_reqs, num_tokens)
+                shape = BatchDescriptor(num_tokens, num_reqs)
+                with set_forward_context(batch_descriptor=shape):
+                    no_draft = Draft(self.step.draft_ids[:0, :0])
+                    self.step.mixed(prompts, None, no_draft)
+            if num_reqs == most:
+                return
+            num_reqs = min(2 * num_reqs, most)
+
+    def enable_lora(self) -> None:
+        """From now on batches with adapters have graphs of their own, beside those without."""
+        self._graphs.enable_lora()
 
     def graph_table(self) -> list[GraphRow]:
-        return [row for each in self.passes for row in each.wrapper.table()]
+        return self._graphs.table()
 
     def install(self, request: Request) -> None:
         """Write a request's state row."""
@@ -134,6 +153,7 @@ class Runner:
                 "top_k": params.top_k or 0,
                 "seed": request.seed,
                 "coupled": request.coupled,
+                "adapter": request.adapter_slot,
             },
             {
                 "temperature": params.temperature,
@@ -156,138 +176,160 @@ class Runner:
 
     def release(self) -> None:
         """Let go of the graphs and their memory."""
-        for each in self.passes:
-            each.wrapper.clear()
+        self._graphs.clear()
 
     # -- steps ------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def decode(
+    def decode(self, rows: list[int], k: int, needs: Needs) -> tuple[PendingResult, StepRecord]:
+        """Launch one uniform pass over these state rows."""
+        self._fill_slots(rows)
+        self._run_catch_up(len(rows), k, needs)
+        if self._host_drafts and k > 0:
+            self.step.draft_on_host(len(rows), k, needs.sampled)
+        result, record = self._graphs.run(
+            self._decode,
+            len(rows),
+            k,
+            sampled=needs.sampled,
+            has_lora=needs.has_lora,
+        )
+        assert isinstance(result, PassResult)
+        return PendingResult(result, len(rows), with_logprobs=needs.with_logprobs), record
+
+    @torch.inference_mode()
+    def mixed(
+        self,
+        chunks: list[PrefillChunk],
+        rows: list[int],
+        k: int,
+        needs: Needs,
+        grammars: Sequence[GrammarState | None] = (),
+    ) -> tuple[PendingResult | None, PendingResult | None, StepRecord]:
+        """Launch one flattened pass over chunks of prompts and the verify rows beside them.
+
+        ``grammars``: those of the prompts that end here, in order. Returns the results of the rows,
+        and of the prompts that end here.
+        """
+        prompts = flatten_chunks(chunks, self.state, needs.sampled, needs.has_lora)
+        verify_rows, draft = None, Draft(self.step.draft_ids[: len(rows), :0])
+        if rows:
+            self._fill_slots(rows)
+            self._run_catch_up(len(rows), k, needs)
+            verify_rows = self.step.rows(len(rows), needs.sampled, needs.has_lora)
+            draft = self._draft(len(rows), k, needs)
+        allowed = None
+        if any(grammar is not None for grammar in grammars):
+            words = self.step.allowed.shape[-1]
+            masks = np.full((len(grammars), 1, words), -1, dtype=np.int32)
+            for row, grammar in enumerate(grammars):
+                if grammar is not None:
+                    masks[row] = grammar.masks([], 1)[1]
+            allowed = torch.from_numpy(masks).to(self.device)
+        num_tokens = prompts.input_ids.shape[0] + len(rows) * (1 + k)
+        descriptor = BatchDescriptor(num_tokens, len(rows) + len(chunks), False, needs.has_lora)
+        mode, padded = self._graphs.dispatch_flat(descriptor)
+        with set_forward_context(cudagraph_runtime_mode=mode, batch_descriptor=padded):
+            verified, first = self.step.mixed(prompts, verify_rows, draft, allowed)
+        reason = None
+        if mode is not CUDAGraphMode.FULL:
+            kind = "prefill beside decode rows" if rows else "prefill"
+            reason = f"{kind}: {self._graphs.explain(descriptor)}"
+        record = StepRecord(
+            mode=mode.name,
+            descriptor=padded,
+            num_reqs=descriptor.num_reqs,
+            num_tokens=num_tokens,
+            k=k,
+            reason=reason,
+        )
+        pending = [
+            PendingResult(result, result.packed.shape[0], with_logprobs=needs.with_logprobs)
+            if result is not None
+            else None
+            for result in (verified, first)
+        ]
+        return pending[0], pending[1], record
+
+    @torch.inference_mode()
+    def split(
         self,
         rows: list[int],
         k: int,
-        *,
-        sampled: bool,
-        catch_up_passes: int,
-        with_logprobs: bool,
+        needs: Needs,
+        grammars: Sequence[GrammarState | None],
     ) -> tuple[PendingResult, StepRecord]:
-        """Launch one uniform pass over these state rows."""
-        self._fill_slots(rows)
-        if self._catch_up is not None and k > 0:
-            for _ in range(catch_up_passes):
-                self._run(self._catch_up, len(rows), self._catch_up_k, sampled=False)
-        if self._host_drafts and k > 0:
-            self._draft_on_host(len(rows), k, sampled)
-        result, record = self._run(self._decode, len(rows), k, sampled=sampled)
-        assert isinstance(result, PassResult)
-        return PendingResult(result, len(rows), with_logprobs=with_logprobs), record
+        """Launch a uniform pass whose drafts the host looks at before they are verified.
 
-    @torch.inference_mode()
-    def prefill(
-        self, chunks: list[PrefillChunk], *, sampled: bool, with_logprobs: bool
-    ) -> tuple[PendingResult | None, StepRecord]:
-        """Launch one flattened pass over chunks of prompts."""
-        batch = self._prefill_batch(chunks, sampled)
-        num_tokens = batch.input_ids.shape[0]
-        descriptor = BatchDescriptor(num_tokens, len(chunks))
-        with set_forward_context(
-            cudagraph_runtime_mode=CUDAGraphMode.NONE, batch_descriptor=descriptor
-        ):
-            result = self.step.prefill(batch)
-        record = StepRecord(
-            mode=CUDAGraphMode.NONE.name,
-            descriptor=descriptor,
-            num_reqs=len(chunks),
-            num_tokens=num_tokens,
-            k=0,
-            reason="prefill",
+        A draft that a row's grammar forbids is cut with all after it, and every verify row gets
+        the mask of its own prefix. Waits for the drafts.
+        """
+        count = len(rows)
+        self._fill_slots(rows)
+        self._run_catch_up(count, k, needs)
+        draft = self._draft(count, k, needs)
+        ids = draft.ids.tolist()
+        step = self.step
+        masks = np.full((count, 1 + k, step.allowed.shape[-1]), -1, dtype=np.int32)
+        for row, grammar in enumerate(grammars):
+            if grammar is not None:
+                legal, masks[row] = grammar.masks(ids[row], 1 + k)
+                ids[row][legal:] = [-1] * (k - legal)
+        if k:
+            step.draft_ids[:count, :k] = upload(ids, torch.int64, self.device)
+            step.draft_ids[count:, :k] = -1
+        step.allowed[:count, : 1 + k] = torch.from_numpy(masks).to(self.device)
+        result, record = self._graphs.run(
+            self._verify, count, k, sampled=needs.sampled, has_lora=needs.has_lora
         )
-        if result is None:
-            return None, record
-        num_reqs = result.packed.shape[0]
-        return PendingResult(result, num_reqs, with_logprobs=with_logprobs), record
+        # Rows without a grammar find all tokens allowed again.
+        step.allowed[:count, : 1 + k] = -1
+        assert isinstance(result, PassResult)
+        pending = PendingResult(result, count, with_logprobs=needs.with_logprobs)
+        return pending, replace(record, reason="split step: response_format")
+
+    def _draft(self, num_reqs: int, k: int, needs: Needs) -> Draft:
+        """Drafts for verify rows that do not ride in the step's own graph."""
+        if k == 0 or self.step.drafter is None:
+            return Draft(self.step.draft_ids[:num_reqs, :0])
+        if self._draft_pass is None:
+            self.step.draft_on_host(num_reqs, k, needs.sampled)
+            return Draft(self.step.draft_ids[:num_reqs, :k])
+        draft, _ = self._graphs.run(
+            self._draft_pass, num_reqs, k, sampled=needs.sampled, has_lora=needs.has_lora
+        )
+        assert isinstance(draft, Draft)
+        # The graph's outputs lie in memory that other graphs of the pool use.
+        probs = draft.probs[:num_reqs].clone() if draft.probs is not None else None
+        return Draft(draft.ids[:num_reqs].clone(), probs)
+
+    def _run_catch_up(self, num_reqs: int, k: int, needs: Needs) -> None:
+        if self._catch_up is None or k == 0:
+            return
+        for _ in range(needs.catch_up_passes):
+            self._graphs.run(
+                self._catch_up,
+                num_reqs,
+                self.catchup_width - 1,
+                sampled=False,
+                has_lora=needs.has_lora,
+            )
 
     @property
-    def _catch_up_k(self) -> int:
-        assert self.step.drafter is not None
-        return self.step.drafter.catchup_width - 1
+    def catchup_width(self) -> int:
+        """Tokens per row that one catch-up pass feeds the drafter; 0 where it keeps no KV."""
+        return self.step.drafter.catchup_width if self.step.drafter is not None else 0
 
-    def _run(
-        self, each: _Pass, num_reqs: int, k: int, *, sampled: bool
-    ) -> tuple[PassResult | Tensor, StepRecord]:
-        live = BatchDescriptor(num_reqs * (1 + k), num_reqs, uniform=True)
-        variant = "sampled" if sampled else "greedy"
-        mode, padded = each.dispatcher.dispatch(live)
-        while mode is CUDAGraphMode.FULL and not each.wrapper.has_graph(
-            GraphKey(each.role, padded, variant)
-        ):
-            self._capture(each, padded, variant)
-            mode, padded = each.dispatcher.dispatch(live)
-        with set_forward_context(
-            cudagraph_runtime_mode=mode, batch_descriptor=padded, variant=variant
-        ):
-            result = each.wrapper(padded.num_reqs, k, sampled)
-        reason = None if mode is CUDAGraphMode.FULL else each.dispatcher.explain(live)
-        return result, StepRecord(mode.name, padded, num_reqs, live.num_tokens, k, reason)
-
-    def _draft_on_host(self, num_reqs: int, k: int, sampled: bool) -> None:
-        """Ask a drafter that cannot be captured, and put what it says where the graph reads it."""
-        drafter = self.step.drafter
-        assert drafter is not None
-        self.step.set_host_draft(num_reqs, k, drafter.propose(self.step.rows(num_reqs, sampled), k))
+    def _park(self) -> Callable[[], None]:
+        """Make every batch row padding, and return what puts the rows back."""
+        live = self._rows_in_slots
+        self._fill_slots([])
+        return lambda: self._fill_slots(live)
 
     def _fill_slots(self, rows: list[int]) -> None:
         """Name the batch's state rows; all further batch rows are padding."""
         if rows == self._rows_in_slots:
             return
         padding = [self.state.dump_row] * (self.step.slots.shape[0] - len(rows))
-        self.step.slots.copy_(self._upload(rows + padding, torch.int64), non_blocking=True)
+        self.step.slots.copy_(upload(rows + padding, torch.int64, self.device))
         self._rows_in_slots = rows
-
-    def _upload(self, values: list, dtype: torch.dtype) -> Tensor:
-        host = torch.tensor(values, dtype=dtype)
-        if self.device.type != "cuda":
-            return host
-        return host.pin_memory().to(self.device, non_blocking=True)
-
-    def _prefill_batch(self, chunks: list[PrefillChunk], sampled: bool) -> PrefillBatch:
-        ids: list[int] = []
-        positions: list[int] = []
-        request_of_token: list[int] = []
-        starts = [0]
-        for number, chunk in enumerate(chunks):
-            ids += chunk.request.token_ids[chunk.start : chunk.end]
-            positions += range(chunk.start, chunk.end)
-            request_of_token += [number] * (chunk.end - chunk.start)
-            starts.append(len(ids))
-        upload = self._upload
-        rows = RowState(self.state, upload([c.request.row for c in chunks], torch.int64), sampled)
-        position = upload(positions, torch.int64)
-        block_size = self.state.block_size
-        block_of_token = rows.block_table[
-            upload(request_of_token, torch.int64), position // block_size
-        ]
-        ends = upload([chunk.end for chunk in chunks], torch.int64)
-        metadata = AttentionMetadata(
-            query_start_loc=upload(starts, torch.int32),
-            context_lens=upload([chunk.start for chunk in chunks], torch.int32),
-            seq_lens=ends.int(),
-            block_table=rows.block_table,
-            slot_mapping=block_of_token.long() * block_size + position % block_size,
-            max_query_len=max(chunk.end - chunk.start for chunk in chunks),
-            uniform=False,
-        )
-        sampling = [number for number, chunk in enumerate(chunks) if chunk.samples]
-        sampling_rows = None
-        if sampling:
-            slots = upload([chunks[number].request.row for number in sampling], torch.int64)
-            sampling_rows = RowState(self.state, slots, sampled)
-        return PrefillBatch(
-            rows=rows,
-            input_ids=upload(ids, torch.int64),
-            positions=position,
-            metadata=metadata,
-            ends=ends,
-            sampling_rows=sampling_rows,
-            last_token_rows=upload([starts[n + 1] - 1 for n in sampling], torch.int64),
-        )

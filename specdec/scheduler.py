@@ -3,6 +3,7 @@
 from collections import deque
 from dataclasses import dataclass, field
 
+from specdec.adapters import AdapterTable
 from specdec.request import Request
 from specdec.verifier.kv_cache import BlockPool, OutOfBlocks, block_contents
 
@@ -26,6 +27,11 @@ class StepPlan:
     new_blocks: list[tuple[Request, int, list[int]]] = field(default_factory=list)
 
     @property
+    def requests(self) -> list[Request]:
+        """All requests with tokens in the step."""
+        return self.decodes + [chunk.request for chunk in self.prefills]
+
+    @property
     def is_empty(self) -> bool:
         return not self.decodes and not self.prefills
 
@@ -37,7 +43,8 @@ class Scheduler:
     does not hold all of them they take turns, so each runs at least once in
     ``ceil(rows / (budget // (1 + k)))`` steps. While prompts wait, a quarter of the budget is
     theirs. When the pool is short of blocks the latest arrival gives up its own and is recomputed
-    later; the earliest always goes on, so every request ends.
+    later; the earliest always goes on, so every request ends. A text whose adapter finds all slots
+    in use by others waits at the head of the queue, and only texts without an adapter pass it.
     """
 
     def __init__(
@@ -60,6 +67,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.draft_lag = draft_lag
         self.prefix_caching = prefix_caching
+        self.adapters: AdapterTable | None = None
         self.num_preemptions = 0
         self.num_cached_tokens = 0
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
@@ -116,28 +124,50 @@ class Scheduler:
         for request in self.running:
             if not request.is_prefilled and budget > 0:
                 budget -= self._add_chunk(request, budget, plan)
-        while self.waiting and self._free_rows and budget > 0:
-            request = self.waiting[0]
+        while self._free_rows and budget > 0:
+            first = self._next_waiting()
+            if first is None:
+                break
+            request = first
             # The last committed token is a decode step's input. A text without output has no such
             # step before it: its prefill reads the whole prompt and samples the first token.
             request.prefill_goal = request.num_committed - bool(request.output_ids)
             self._take_cached(request, plan)
             if not self._reserve(request, request.slots_needed(1 + request.k), plan):
                 self._give_up_blocks(request, plan)
+                self._unpin_adapter(request)
                 break
-            self.waiting.popleft()
+            self.waiting.remove(request)
             self.num_cached_tokens += request.num_cached
             request.row = self._free_rows.pop()
             self.running.append(request)
             plan.admitted.append(request)
             budget -= self._add_chunk(request, budget, plan)
 
+    def _next_waiting(self) -> Request | None:
+        """The earliest request that may start, its adapter pinned in a slot."""
+        slots_are_short = False
+        for request in self.waiting:
+            if request.adapter is None:
+                return request
+            if not slots_are_short:
+                assert self.adapters is not None
+                if self.adapters.pin(request.adapter):
+                    return request
+                slots_are_short = True
+        return None
+
+    def _unpin_adapter(self, request: Request) -> None:
+        if request.adapter is not None:
+            assert self.adapters is not None
+            self.adapters.unpin(request.adapter)
+
     def _take_cached(self, request: Request, plan: StepPlan) -> None:
         """Start from blocks that an earlier text with the same beginning has filled."""
         if self.prefix_caching:
             # One token at least is computed, for its logits.
             tokens = request.token_ids[: request.prefill_goal - 1]
-            contents = list(block_contents(tokens, self.block_size, request.adapter))
+            contents = list(block_contents(tokens, self.block_size, request.cache_salt))
             request.blocks = self.pool.take_prefix(contents)
             if request.blocks:
                 plan.new_blocks.append((request, 0, list(request.blocks)))
@@ -151,7 +181,7 @@ class Scheduler:
         valid = request.num_committed - 1 - self.draft_lag - request.undrafted_steps
         if valid // self.block_size <= request.num_published:
             return
-        contents = block_contents(request.token_ids[:valid], self.block_size, request.adapter)
+        contents = block_contents(request.token_ids[:valid], self.block_size, request.cache_salt)
         for number, content in enumerate(contents):
             if number >= request.num_published:
                 self.pool.publish(request.blocks[number], content)
@@ -200,6 +230,7 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         self.running.remove(request)
+        self._unpin_adapter(request)
         self.pool.release(request.blocks)
         request.blocks = []
         self._free_rows.append(request.row)

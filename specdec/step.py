@@ -4,15 +4,18 @@ Shape letters: R requests of the batch, Q = 1 + k query length, V vocabulary.
 """
 
 import logging
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from specdec.drafters.base import Draft, Drafter, as_draft
 from specdec.verifier.acceptance import accept
-from specdec.verifier.batch import PassResult, PrefillBatch
+from specdec.verifier.attention.base import AttentionMetadata, concatenate
+from specdec.verifier.batch import PassResult, PrefillBatch, VerifyBatch
 from specdec.verifier.kv_cache import KVCache
 from specdec.verifier.models.llama import CausalLM
+from specdec.verifier.passes import accept_and_commit, commit, verify_pass
 from specdec.verifier.sampling import MAX_LOGPROBS, token_logprobs
 from specdec.verifier.state import DecodeState, RowState
 
@@ -35,8 +38,11 @@ class DecodeStep:
         drafter: Drafter | None,
         vocab_size: int,
         max_k: int,
+        forward: Callable[[Tensor, Tensor, KVCache, AttentionMetadata], Tensor] | None = None,
     ) -> None:
+        """``forward`` stands in for the model's own, to put it on graphs."""
         self.model = model
+        self.forward = model.forward if forward is None else forward
         self.kv_cache = kv_cache
         self.state = state
         self.drafter = drafter
@@ -45,25 +51,31 @@ class DecodeStep:
         self.slots = torch.full(shape, state.dump_row, dtype=torch.int64, device=state.device)
         # Drafts that the host brings (split step), and the distributions they came from.
         self.draft_ids = torch.full((*shape, max_k), -1, dtype=torch.int64, device=state.device)
+        # What may stand at each verify row (split step): all bits set allow everything.
+        words = -(-vocab_size // 32)
+        self.allowed = torch.full(
+            (*shape, 1 + max_k, words), -1, dtype=torch.int32, device=state.device
+        )
 
-    def decode(self, num_reqs: int, k: int, sampled: bool) -> PassResult:
+    def decode(self, num_reqs: int, k: int, sampled: bool, has_lora: bool = False) -> PassResult:
         """Draft, verify, accept and advance a uniform batch."""
-        rows = self.rows(num_reqs, sampled)
+        rows = self.rows(num_reqs, sampled, has_lora)
         if self.drafter is None or k == 0:
             draft = Draft(self.draft_ids[:num_reqs, :0])
         else:
             draft = as_draft(self.drafter.propose(rows, k))
-        return self._verify(rows, draft, k)
+        return self._verify(rows, draft)
 
-    def verify(self, num_reqs: int, k: int, sampled: bool) -> PassResult:
-        """The same with drafts that the host has put into ``draft_ids``."""
-        return self._verify(self.rows(num_reqs, sampled), Draft(self.draft_ids[:num_reqs, :k]), k)
+    def verify(self, num_reqs: int, k: int, sampled: bool, has_lora: bool = False) -> PassResult:
+        """The same with drafts and masks that the host has put where this reads them."""
+        rows = self.rows(num_reqs, sampled, has_lora)
+        allowed = self.allowed[:num_reqs, : 1 + k] if sampled else None
+        return self._verify(rows, Draft(self.draft_ids[:num_reqs, :k]), allowed)
 
-    def set_host_draft(
-        self, num_reqs: int, k: int, proposal: Draft | Tensor | tuple[Tensor, Tensor | None]
-    ) -> None:
+    def draft_on_host(self, num_reqs: int, k: int, sampled: bool) -> None:
         """Put a host drafter's proposal where ``verify`` reads it; padding rows draft nothing."""
-        draft = as_draft(proposal)
+        assert self.drafter is not None
+        draft = as_draft(self.drafter.propose(self.rows(num_reqs, sampled), k))
         name = getattr(self.drafter, "name", "drafter")
         if draft.ids.shape != (num_reqs, k):
             raise ValueError(
@@ -76,58 +88,114 @@ class DecodeStep:
         self.draft_ids[:num_reqs, :k] = draft.ids.to(self.draft_ids)
         self.draft_ids[num_reqs:, :k] = -1
 
-    def catch_up(self, num_reqs: int, k: int, sampled: bool) -> Tensor:
+    def catch_up(self, num_reqs: int, k: int, sampled: bool, has_lora: bool = False) -> Tensor:
         """Let the drafter read committed tokens that it lacks. Returns the valid draft lengths."""
         assert self.drafter is not None
-        rows = self.rows(num_reqs, sampled)
+        rows = self.rows(num_reqs, sampled, has_lora)
         self.drafter.catch_up(rows)
         return self.state.draft_len[rows.slots]
 
-    def prefill(self, batch: PrefillBatch) -> PassResult | None:
-        """Read chunks of prompts; sample the first token of those that end here."""
-        hidden = self.model.forward(batch.input_ids, batch.positions, self.kv_cache, batch.metadata)
+    def draft(self, num_reqs: int, k: int, sampled: bool, has_lora: bool = False) -> Draft:
+        """Draft only: for a batch whose verify rows share a pass with prompts."""
+        assert self.drafter is not None
+        return as_draft(self.drafter.propose(self.rows(num_reqs, sampled, has_lora), k))
+
+    def mixed(
+        self,
+        prompts: PrefillBatch,
+        rows: RowState | None,
+        draft: Draft,
+        first_allowed: Tensor | None = None,
+    ) -> tuple[PassResult | None, PassResult | None]:
+        """Read chunks of prompts, and verify the drafts of ``rows`` in the same pass.
+
+        ``first_allowed``: masks of the first tokens. Returns the results of the verify rows, and
+        those of the prompts that end here.
+        """
+        input_ids, positions, metadata = prompts.input_ids, prompts.positions, prompts.metadata
+        verify = None
+        if rows is not None:
+            verify = self._verify_batch(rows, draft)
+            input_ids = torch.cat([verify.input_ids, input_ids])
+            positions = torch.cat([verify.positions, positions])
+            metadata = concatenate(verify.metadata, metadata)
+        hidden = self.forward(input_ids, positions, self.kv_cache, metadata)
         if self.drafter is not None:
-            self.drafter.prefill(batch)
-        if batch.sampling_rows is None:
-            return None
-        rows = batch.sampling_rows
-        logits = self._logits(hidden[batch.last_token_rows], rows.slots.shape[0])
-        num_drafted = torch.zeros_like(rows.slots)
-        return self._accept(rows, logits, Draft(num_drafted[:, None][:, :0]), num_drafted)
+            self.drafter.prefill(prompts)
 
-    def rows(self, num_reqs: int, sampled: bool) -> RowState:
-        return RowState(self.state, self.slots[:num_reqs], sampled)
+        verified = None
+        if verify is not None:
+            verified = self._accept(verify, hidden[: verify.input_ids.shape[0]])
+            hidden = hidden[verify.input_ids.shape[0] :]
+        if prompts.sampling_rows is None:
+            return verified, None
+        first = self._accept(
+            self._first_tokens(prompts.sampling_rows, first_allowed),
+            hidden[prompts.last_token_rows],
+        )
+        return verified, first
 
-    def _verify(self, rows: RowState, draft: Draft, k: int) -> PassResult:
-        steps = torch.arange(k, device=rows.slots.device)
-        usable = (steps < rows.max_drafts[:, None]) & (draft.ids >= 0)
-        usable = (usable & (draft.ids < self.vocab_size)).long().cumprod(1)
-        num_drafted = usable.sum(1)
-        draft = Draft(draft.ids.where(usable > 0, 0), draft.probs)
+    def rows(self, num_reqs: int, sampled: bool, has_lora: bool = False) -> RowState:
+        return RowState(self.state, self.slots[:num_reqs], sampled, has_lora)
 
-        input_ids = torch.cat([rows.last_token[:, None], draft.ids], dim=1).flatten()
-        num_valid = (num_drafted + 1).where(rows.active, 0)
-        positions, metadata = rows.uniform_metadata(rows.seq_lens - 1, 1 + k, num_valid)
-        positions = positions.clamp_max(self.state.max_model_len - 1)
-        hidden = self.model.forward(input_ids, positions, self.kv_cache, metadata)
-        logits = self._logits(hidden, rows.slots.shape[0])
-        return self._accept(rows, logits, draft, num_drafted)
+    def _verify(self, rows: RowState, draft: Draft, allowed: Tensor | None = None) -> PassResult:
+        batch = self._verify_batch(rows, draft, allowed)
+        hidden = self.forward(batch.input_ids, batch.positions, self.kv_cache, batch.metadata)
+        return self._accept(batch, hidden)
 
-    def _accept(
-        self, rows: RowState, logits: Tensor, draft: Draft, num_drafted: Tensor
-    ) -> PassResult:
-        result = accept(logits, draft.ids, num_drafted, draft.probs, rows.sampling, rows.rules)
-        num_new = (result.num_accepted + 1 - result.failed.long()).where(rows.active, 0)
-        if self.drafter is not None and draft.ids.shape[1]:
-            self.drafter.advance(rows, result.num_accepted)
-        rows.commit(result.tokens, num_new)
-        failed = result.failed & rows.active
-        logprobs = token_logprobs(logits, result.tokens, MAX_LOGPROBS) if rows.sampled else None
-        return PassResult.pack(
-            result.tokens, num_new, num_drafted, result.num_accepted, failed, logprobs
+    def _verify_batch(
+        self, rows: RowState, draft: Draft, allowed: Tensor | None = None
+    ) -> VerifyBatch:
+        """Each row's last token and drafts; what a row may not take, or no token is, ends it."""
+        made = verify_pass(rows, draft.ids, self.vocab_size)
+        return VerifyBatch(
+            rows=rows,
+            draft_ids=made.draft_ids,
+            draft_probs=draft.probs,
+            num_drafted=made.num_drafted,
+            allowed=allowed,
+            input_ids=made.input_ids,
+            positions=made.positions,
+            metadata=made.metadata,
         )
 
-    def _logits(self, hidden: Tensor, num_reqs: int) -> Tensor:
+    def _first_tokens(self, rows: RowState, allowed: Tensor | None) -> VerifyBatch:
+        """Prompts that end in this pass, as rows that drafted nothing."""
+        return self._verify_batch(rows, Draft(rows.slots[:, None][:, :0]), allowed)
+
+    def _accept(self, batch: VerifyBatch, hidden: Tensor) -> PassResult:
+        """Accept the longest valid prefix of each row's drafts, and advance all state."""
+        rows, num_drafted = batch.rows, batch.num_drafted
+        if rows.sampled:
+            result, num_accepted = self._accept_sampled(batch, hidden)
+        else:
+            adapter_slots = batch.metadata.adapter_slots
+            choice = self.model.greedy_tokens(hidden, self.vocab_size, adapter_slots)
+            targets, finite = (each.view(rows.slots.shape[0], -1) for each in choice)
+            result, num_accepted = accept_and_commit(
+                rows, targets, finite, batch.draft_ids, num_drafted
+            )
+        if self.drafter is not None and batch.draft_ids.shape[1]:
+            self.drafter.advance(rows, num_accepted)
+        return result
+
+    def _accept_sampled(self, batch: VerifyBatch, hidden: Tensor) -> tuple[PassResult, Tensor]:
+        """The same over all logits. Returns num_accepted [R] too."""
+        rows, num_drafted = batch.rows, batch.num_drafted
+        logits = self._logits(hidden, rows.slots.shape[0], batch.metadata.adapter_slots)
+        accepted = accept(
+            logits,
+            batch.draft_ids,
+            num_drafted,
+            batch.draft_probs,
+            rows.sampling,
+            rows.rules,
+            batch.allowed,
+        )
+        logprobs = token_logprobs(logits, accepted.tokens, MAX_LOGPROBS)
+        return commit(rows, accepted, num_drafted, logprobs), accepted.num_accepted
+
+    def _logits(self, hidden: Tensor, num_reqs: int, adapter_slots: Tensor | None) -> Tensor:
         """[R, Q, V] float32 over the ids that may be emitted: a view without the padding."""
-        logits = self.model.compute_logits(hidden)
+        logits = self.model.compute_logits(hidden, adapter_slots)
         return logits.view(num_reqs, -1, logits.shape[-1])[..., : self.vocab_size]

@@ -1,36 +1,31 @@
 """What the engine counts, as lines and tables for a terminal."""
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.table import Table
 
 if TYPE_CHECKING:
     from specdec.outputs import GenerationStats
-    from specdec.verifier.modes import BatchDescriptor
-
-
-class GraphRow(Protocol):
-    """One row of ``Engine.graph_table()``."""
-
-    role: str
-    mode: str
-    descriptor: "BatchDescriptor"
-    variant: str
-    num_bytes: int
-    capture_seconds: float
-    replays: int
+    from specdec.verifier.graph import GraphRow
 
 
 def format_bytes(count: int) -> str:
     return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 2**10:.0f} KiB"
 
 
-def plain_table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
-    """A table narrow enough for 80 columns; ``left`` and ``right`` say how columns align."""
+def plain_table(
+    title: str, left: Sequence[str], right: Sequence[str], *, dense: bool = False
+) -> Table:
+    """A table without lines; ``left`` and ``right`` name the columns and say how they align."""
     table = Table(
-        title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
+        title=title,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 0 if dense else 1, 0, 0),
     )
     for name in left:
         table.add_column(name, no_wrap=True)
@@ -39,13 +34,13 @@ def plain_table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
     return table
 
 
-def graph_table(rows: Iterable[GraphRow], title: str = "Captured graphs") -> Table:
+def graph_table(rows: "Iterable[GraphRow]", title: str = "Captured graphs") -> Table:
     """One line per captured graph: what it holds, what it cost, how often it was replayed."""
     rows = list(rows)
     numbers = ["requests", "tokens", "memory", "capture", "replays"]
     with_lora = any(row.descriptor.has_lora for row in rows)
     left = ["role", "mode", "variant", "query"] + ["LoRA"] * with_lora
-    table = plain_table(title, left, numbers)
+    table = plain_table(title, left, numbers, dense=True)
     for row in rows:
         shape = row.descriptor
         query = f"1 + {shape.num_tokens // shape.num_reqs - 1}" if shape.uniform else "mixed"
@@ -55,31 +50,13 @@ def graph_table(rows: Iterable[GraphRow], title: str = "Captured graphs") -> Tab
             row.variant,
             query,
             *(["yes" if shape.has_lora else "no"] * with_lora),
-            str(shape.num_reqs),
+            str(shape.num_reqs or "any"),
             str(shape.num_tokens),
             format_bytes(row.num_bytes),
             f"{row.capture_seconds * 1000:.0f} ms",
             str(row.replays),
         )
     return table
-
-
-def coverage(rows: Iterable[GraphRow]) -> str:
-    """Up to how many requests each number of drafts has a FULL graph, and what that cost."""
-    rows = list(rows)
-    widest: dict[int, int] = {}
-    for row in rows:
-        shape = row.descriptor
-        if row.mode == "FULL" and shape.uniform and row.role in {"step", "target"}:
-            num_drafts = shape.num_tokens // shape.num_reqs - 1
-            widest[num_drafts] = max(widest.get(num_drafts, 0), shape.num_reqs)
-    if not widest:
-        return "no FULL graph: every step runs without one"
-    reach = ", ".join(f"{count} at k={k}" for k, count in sorted(widest.items()))
-    seconds = sum(row.capture_seconds for row in rows)
-    memory = format_bytes(sum(row.num_bytes for row in rows))
-    cost = f"{len(rows)} graphs, {seconds:.1f} s, {memory}"
-    return f"FULL graphs up to this many requests: {reach} ({cost})"
 
 
 def stats_line(stats: "GenerationStats", num_tokens: int, seconds: float) -> str:

@@ -1,7 +1,7 @@
 """Paged attention batches with every unread slot poisoned, and their exact results in float64."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -122,3 +122,21 @@ HEAD_IDS = [f"{heads}/{kv_heads}" for heads, kv_heads in HEADS]
 def border_lengths(block_size: int) -> list[int]:
     """Cached lengths at the borders of blocks, and one far from any."""
     return [0, 1, block_size - 1, block_size, block_size + 1, 333]
+
+
+def with_broken_values(batch: Batch) -> tuple[Batch, Tensor]:
+    """The batch with NaN or infinity in one feature of each request's last value, and the rows
+    that see it, [T] bool."""
+    value_cache = batch.value_cache.clone()
+    sees = torch.zeros(len(batch.query), dtype=torch.bool)
+    block_size = value_cache.shape[1]
+    for request, length in enumerate(batch.seq_lens.tolist()):
+        start, end = batch.query_start_loc[request : request + 2].tolist()
+        if length == 0:
+            continue
+        block = batch.block_table[request, (length - 1) // block_size]
+        broken = (torch.nan, torch.inf, -torch.inf)[request % 3]
+        value_cache[block, (length - 1) % block_size, :, request % 5] = broken
+        rows = torch.arange(end - start) + int(batch.context_lens[request])
+        sees[start:end] = rows >= length - 1
+    return replace(batch, value_cache=value_cache), sees

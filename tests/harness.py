@@ -4,12 +4,7 @@ from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
-import pytest
 import torch
-
-# Each module of tests for request features assigns this to its `pytestmark`; delete that line to
-# run the module.
-not_built_yet = pytest.mark.skip(reason="these request features are not built yet")
 
 PROMPTS = [
     [5, 17, 99, 3],

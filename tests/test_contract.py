@@ -209,8 +209,9 @@ def test_fields_of_stats_records_and_the_graph_table(engines, models):
         assert row.mode in ("FULL", "PIECEWISE")
         assert row.variant in ("greedy", "sampled")
         shape = row.descriptor
-        assert shape.num_tokens >= shape.num_reqs >= 1
-        assert (shape.uniform, shape.has_lora) == (True, False)
+        assert shape.num_tokens >= shape.num_reqs >= 0 and not shape.has_lora
+        # Keys of PIECEWISE graphs are relaxed: they hold tokens, not requests.
+        assert shape.uniform == (row.mode == "FULL")
         assert isinstance(row.num_bytes, int) and isinstance(row.replays, int)
         assert isinstance(row.capture_seconds, float)
 

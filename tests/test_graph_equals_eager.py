@@ -132,7 +132,8 @@ def test_replays_are_counted_by_key(models):
         used = {row.descriptor.num_reqs for row in rows if row.replays}
         assert used == {2, 5}
         for row in engine.graph_table():
-            assert row.mode == "FULL" and row.variant in ("greedy", "sampled")
+            assert row.mode == ("FULL" if row.descriptor.uniform else "PIECEWISE")
+            assert row.variant in ("greedy", "sampled")
             assert row.num_bytes >= 0 and row.capture_seconds >= 0
 
 

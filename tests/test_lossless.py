@@ -130,6 +130,35 @@ def test_acceptance_of_none_some_and_all_in_one_text(engines, models, oracles, m
     expect(engine.generate(prompt, greedy(60)), expected)
 
 
+@pytest.mark.parametrize("draft", ["blend.1", "ngram"])
+def test_positions_of_every_verify_pass(models, monkeypatch, draft):
+    """C02: the first position is that of the newest committed token; the others follow it."""
+    from specdec.verifier.models.llama import CausalLM
+
+    passes = []
+    forward = CausalLM.forward
+
+    def recorded(self, input_ids, positions, *args, **kwargs):
+        passes.append((len(input_ids), positions.tolist()))
+        return forward(self, input_ids, positions, *args, **kwargs)
+
+    monkeypatch.setattr(CausalLM, "forward", recorded)
+    prompt = PROMPTS[3]
+    with cpu_engine(models["target"], models.get(draft, draft), 4, cudagraph_mode="NONE") as engine:
+        out = engine.generate(prompt, greedy(40))
+    # The draft's own passes hold one or two tokens, the prefill as many as the prompt.
+    verified = [positions for num_tokens, positions in passes if num_tokens == 5]
+    committed, expected = 1, []
+    steps = zip(out.stats.drafted_per_step, out.stats.accepted_per_step, strict=True)
+    for _, accepted in steps:
+        expected.append(len(prompt) + committed - 1)
+        committed += accepted + 1
+    # The last step may have nothing to draft, and then runs at query length 1.
+    assert len(expected) - len(verified) in (0, 1)
+    for first, positions in zip(expected, verified, strict=False):
+        assert positions == list(range(first, first + 5))
+
+
 def test_text_of_a_long_request_crosses_many_blocks(engines, models, oracles, mode):
     engine = engines(models["target"], models["blend.3"], 4, **mode)
     expect(

@@ -33,7 +33,7 @@ def source_files() -> dict[str, Path]:
     files = {}
     for folder, package in FOLDERS.items():
         for path in (ROOT / folder).rglob("*"):
-            if path.is_file() and path.suffix in {".py", ".jsonl", ".typed"}:
+            if path.is_file() and path.suffix != ".pyc":
                 inner = path.relative_to(ROOT / folder).as_posix()
                 files[f"{package.replace('.', '/')}/{inner}"] = path
     return files

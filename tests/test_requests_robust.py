@@ -4,11 +4,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from harness import PROMPTS, assert_no_leak, cpu_engine, greedy, not_built_yet
+from harness import PROMPTS, assert_no_leak, cpu_engine, greedy
 from oracle import expect, speculate
 from safetensors.torch import load_file, save_file
 from tiny import EMBEDDING, make_tiny
-
 
 ONE_RUNG = {"uniform_request_counts": [5]}
 

@@ -7,11 +7,9 @@ from harness import (
     cpu_engine,
     greedy,
     histogram,
-    not_built_yet,
     split_by_origin,
 )
 from tiny import blended, constant_model, negated
-
 
 ONE_RUNG = {"uniform_request_counts": [5]}
 SMALL = {"layers": 1, "hidden": 16, "heads": 1, "kv_heads": 1, "head_dim": 16, "ffn": 16}

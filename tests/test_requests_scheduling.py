@@ -1,9 +1,8 @@
 """P1, P3, P8 under preemption, prefix hits and chunked prefill: C36, C38, C40."""
 
 import pytest
-from harness import PROMPTS, assert_no_leak, cpu_engine, greedy, not_built_yet
+from harness import PROMPTS, assert_no_leak, cpu_engine, greedy
 from oracle import expect, speculate
-
 
 FOUR = {"uniform_request_counts": [4], "max_num_seqs": 4}
 EIGHT_TOKENS = [PROMPTS[4][i : i + 8] for i in (0, 4, 9)]

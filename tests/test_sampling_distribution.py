@@ -153,6 +153,13 @@ def test_draft_that_never_proposes_what_the_target_wants(constant, draw):
     assert_follows(all_ids(outs), target)
 
 
+def test_recovered_tokens_do_not_depend_on_the_noise_of_the_draft(constant, draw):
+    """Drawn with the draft's own noise, the even residual here would come out at 36% to 64%."""
+    outs = draw(constant((0.2, 0.6, 0.2)), constant((0.6, 0.4, 0.0)), 2, SHORT)
+    assert_follows(by_origin(outs)["recovered"], (0, 0.5, 0.5))
+    assert_follows(by_origin(outs)["accepted"], (1 / 3, 2 / 3, 0))
+
+
 @pytest.mark.parametrize("draft", ["ngram", "layer_skip:1"])
 def test_other_drafters(constant, draw, draft):
     """A lookup has no probabilities and counts as certain of its token."""

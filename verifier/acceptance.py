@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdec.verifier.processors import RuleRows, apply_rules
+from specdec.verifier.processors import RuleRows, apply_masks, apply_rules
 from specdec.verifier.sampling import (
     SamplingRows,
     accept_uniform,
@@ -27,6 +27,40 @@ class Acceptance:
     failed: Tensor  # [R] bool: the logits after the accepted run are not finite; no token follows
 
 
+def accept_greedy(
+    targets: Tensor, finite: Tensor, draft_ids: Tensor, num_drafted: Tensor
+) -> Acceptance:
+    """Keep the drafts up to the first that is not the target's own choice.
+
+    Args:
+        targets: [R, Q] int64, the target's choice after j drafts.
+        finite: [R, Q] bool, whether the logits of that choice are sound; a draft is kept only where
+            they are.
+        draft_ids: [R, Q - 1] int64; entries at or past ``num_drafted`` are ignored.
+        num_drafted: [R] int64.
+    """
+    num_accepted = _num_accepted(draft_ids == targets[:, :-1], finite, num_drafted)
+    own = targets.gather(1, num_accepted[:, None])[:, 0]
+    return _acceptance(draft_ids, num_accepted, own, finite)
+
+
+def _num_accepted(agrees: Tensor, finite: Tensor, num_drafted: Tensor) -> Tensor:
+    """[R] int64: how many leading drafts are there and pass ``agrees`` [R, Q - 1]."""
+    steps = torch.arange(agrees.shape[1], device=agrees.device)
+    agrees = agrees & finite[:, :-1] & (steps < num_drafted[:, None])
+    return agrees.long().cumprod(1).sum(1)
+
+
+def _acceptance(draft_ids: Tensor, num_accepted: Tensor, own: Tensor, finite: Tensor) -> Acceptance:
+    """The first ``num_accepted`` drafts, then the target's own token ``own`` [R]."""
+    steps = torch.arange(finite.shape[1], device=finite.device)
+    last = num_accepted[:, None]
+    padded = torch.nn.functional.pad(draft_ids, (0, 1))
+    tokens = padded.where(steps < last, own[:, None]).where(steps <= last, PLACEHOLDER_TOKEN_ID)
+    failed = ~finite.gather(1, last)[:, 0]
+    return Acceptance(tokens=tokens, num_accepted=num_accepted, failed=failed)
+
+
 def accept(
     logits: Tensor,
     draft_ids: Tensor,
@@ -34,6 +68,7 @@ def accept(
     draft_probs: Tensor | None = None,
     rows: SamplingRows | None = None,
     rules: RuleRows | None = None,
+    allowed: Tensor | None = None,
 ) -> Acceptance:
     """Keep the longest valid prefix of the drafts and add one token of the target's own.
 
@@ -50,38 +85,25 @@ def accept(
         draft_probs: [R, Q - 1, V] float32, the distributions that the drafts were sampled from.
         rows: sampling parameters; None means that every row is greedy.
         rules: penalties, biases and bans, applied to every row with its own prefix; None for none.
+        allowed: [R, Q, ceil(V / 32)] int32 bit masks of the tokens that may stand at each row.
     """
-    query_len = logits.shape[1]
     finite = logits.amax(-1).isfinite()  # [R, Q]: NaN and +inf reach the maximum
     if rules is not None:
         logits = apply_rules(logits, draft_ids, rules)
+    if allowed is not None:
+        logits = apply_masks(logits, allowed)
     targets = logits.argmax(-1)  # [R, Q]
-    agrees = draft_ids == targets[:, :-1]
-    logp = None
-    if rows is not None:
-        logp = log_probs(logits, rows)
-        targets = torch.where(rows.greedy[:, None], targets, coupled_tokens(logp, rows))
-        agrees = draft_ids == targets[:, :-1]
-        passes = _passes_rejection(logp, draft_ids, draft_probs, rows)
-        agrees = torch.where(_by_rejection(rows)[:, None], passes, agrees)
-
-    steps = torch.arange(query_len, device=logits.device)
-    agrees = agrees & finite[:, :-1] & (steps[:-1] < num_drafted[:, None])
-    num_accepted = agrees.long().cumprod(1).sum(1)
-    last = num_accepted[:, None]
-    own = targets.gather(1, last)[:, 0]
-    if rows is not None and logp is not None:
-        recovered = _recovered_tokens(logp, draft_ids, num_drafted, draft_probs, num_accepted, rows)
-        own = torch.where(_by_rejection(rows), recovered, own)
-
-    padded = torch.nn.functional.pad(draft_ids, (0, 1))
-    tokens = padded.where(steps < last, own[:, None]).where(steps <= last, PLACEHOLDER_TOKEN_ID)
-    failed = ~finite.gather(1, last)[:, 0]
-    return Acceptance(tokens=tokens, num_accepted=num_accepted, failed=failed)
-
-
-def _by_rejection(rows: SamplingRows) -> Tensor:
-    return ~rows.greedy & ~rows.coupled
+    if rows is None:
+        return accept_greedy(targets, finite, draft_ids, num_drafted)
+    logp = log_probs(logits, rows)
+    targets = torch.where(rows.greedy[:, None], targets, coupled_tokens(logp, rows))
+    by_rejection = ~rows.greedy & ~rows.coupled
+    passes = _passes_rejection(logp, draft_ids, draft_probs, rows)
+    agrees = torch.where(by_rejection[:, None], passes, draft_ids == targets[:, :-1])
+    num_accepted = _num_accepted(agrees, finite, num_drafted)
+    own = targets.gather(1, num_accepted[:, None])[:, 0]
+    recovered = _recovered_tokens(logp, draft_ids, num_drafted, draft_probs, num_accepted, rows)
+    return _acceptance(draft_ids, num_accepted, torch.where(by_rejection, recovered, own), finite)
 
 
 def _passes_rejection(

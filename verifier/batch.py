@@ -26,6 +26,20 @@ class PrefillBatch:
     last_token_rows: Tensor  # [rows that sample] int64: token row of each such prompt's last token
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifyBatch:
+    """The uniform rows of a pass: each row's last token and its drafts."""
+
+    rows: RowState  # [R]
+    draft_ids: Tensor  # [R, Q - 1] int64 in the vocabulary
+    draft_probs: Tensor | None  # [R, Q - 1, V] float32
+    num_drafted: Tensor  # [R] int64: leading drafts that count
+    allowed: Tensor | None  # [R, Q, ceil(V / 32)] int32: bit masks of what may stand there
+    input_ids: Tensor  # [R * Q] int64
+    positions: Tensor  # [R * Q] int64
+    metadata: AttentionMetadata
+
+
 @dataclass(frozen=True, slots=True)
 class PassResult:
     """What a pass committed, packed so that few copies bring it to the host.

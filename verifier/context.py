@@ -24,6 +24,7 @@ class ForwardContext:
     rounds: int = 1
     attn_metadata: Any = None  # an AttentionMetadata; the model's opaque attention op reads it
     kv_cache: Any = None  # the KVCache that op writes and reads
+    attn_backend: Any = None  # the AttentionBackend that op calls
 
     def __post_init__(self) -> None:
         if not self.cudagraph_runtime_mode.is_valid_runtime_mode():
@@ -48,6 +49,7 @@ def set_forward_context(
     rounds: int = 1,
     attn_metadata: Any = None,
     kv_cache: Any = None,
+    attn_backend: Any = None,
 ) -> Iterator[ForwardContext]:
     """Holds for the ``with`` block; nests, and gives the outer context back however it ends."""
     context = ForwardContext(
@@ -57,6 +59,7 @@ def set_forward_context(
         rounds=rounds,
         attn_metadata=attn_metadata,
         kv_cache=kv_cache,
+        attn_backend=attn_backend,
     )
     with use_forward_context(context):
         yield context

@@ -24,6 +24,7 @@ class CudaGraphBackend:
         self._device = torch.device("cuda", index)
         self._stream = torch.cuda.Stream(self._device)
         self._pool = torch.cuda.graph_pool_handle()
+        self._segments: list[range] = []
         # A pool whose graphs are all gone cannot be used again, so one small graph stays in it.
         self._probe = torch.zeros(1, device=self._device)
         self._probe_graph = self._capture_probe()
@@ -35,17 +36,10 @@ class CudaGraphBackend:
         now_reserved, now_used = self._memory()
         # Pool blocks, and what the driver keeps for the executable graph.
         num_bytes = max(now_reserved - reserved, now_used - used, 0)
-        segments = [
-            range(segment["address"], segment["address"] + segment["total_size"])
-            for segment in torch.cuda.memory_snapshot()
-            if segment["segment_pool_id"] == self._pool
-        ]
+        in_pool = self._pool_test()
 
         def without_ownership(tensor: Tensor) -> Tensor:
-            in_pool = tensor.numel() > 0 and any(
-                tensor.data_ptr() in segment for segment in segments
-            )
-            return _alias(tensor, keep_alive=graph) if in_pool else tensor
+            return _alias(tensor, keep_alive=graph) if in_pool(tensor) else tensor
 
         aliases = map_tensors(outputs, without_ownership)
         return CapturedCudaGraph(graph, aliases, outputs, num_bytes)
@@ -74,6 +68,30 @@ class CudaGraphBackend:
                 raise
         return graph, outputs
 
+    def _pool_test(self) -> Callable[[Tensor], bool]:
+        """Tells whether a tensor lies in the pool. Looks at the allocator's segments once at most.
+
+        A look takes milliseconds, and a model in pieces makes hundreds of captures. The pool never
+        shrinks, so what is known of it stays true.
+        """
+        looked = False
+
+        def in_pool(tensor: Tensor) -> bool:
+            nonlocal looked
+            if tensor.numel() == 0:
+                return False
+            address = tensor.data_ptr()
+            if not any(address in segment for segment in self._segments) and not looked:
+                looked = True
+                self._segments = [
+                    range(segment["address"], segment["address"] + segment["total_size"])
+                    for segment in torch.cuda.memory_snapshot()
+                    if segment["segment_pool_id"] == self._pool
+                ]
+            return any(address in segment for segment in self._segments)
+
+        return in_pool
+
     def _recover(self, graph: torch.cuda.CUDAGraph) -> None:
         """Gives the device back in order after a failed capture, on the capture stream."""
         try:
@@ -87,6 +105,7 @@ class CudaGraphBackend:
                 torch._C._cuda_releasePool(self._device.index, self._pool)
             self._broken.append(graph)
             self._pool = torch.cuda.graph_pool_handle()
+            self._segments = []
         graph.reset()
         # The default generator may believe that it is captured, until the end of a good capture.
         self._probe_graph = self._capture_probe()

@@ -183,6 +183,16 @@ class CudagraphDispatcher:
             self._mixed_sizes[mode, key.has_lora].remove(key.num_tokens)
         self._removed[mode, key] = reason
 
+    def add_lora_keys(self) -> None:
+        """Gives every uniform key a twin with ``has_lora``; other batches with adapters get none.
+
+        The same as ``initialize_cudagraph_keys(lora=True)`` does for uniform keys, for adapters
+        that come later.
+        """
+        for (query_len, has_lora), counts in list(self._uniform_counts.items()):
+            if not has_lora:
+                self._uniform_counts[query_len, True] = list(counts)
+
     def restore_key(self, mode: CUDAGraphMode, key: BatchDescriptor) -> None:
         """Gives back a key that ``remove_key`` took. Raises ``KeyError`` if it took none such."""
         del self._removed[mode, key]

@@ -59,6 +59,13 @@ def apply_rules(logits: Tensor, draft_ids: Tensor, rows: RuleRows) -> Tensor:
     return _ban_early_stops(logits, rows)
 
 
+def apply_masks(logits: Tensor, allowed: Tensor) -> Tensor:
+    """-inf where a bit of ``allowed`` [R, Q, ceil(V / 32)] int32 is 0; logits are [R, Q, V]."""
+    bits = (allowed[..., None] >> torch.arange(32, device=logits.device)) & 1
+    keep = bits.flatten(-2)[..., : logits.shape[-1]] > 0
+    return logits.masked_fill(~keep, -torch.inf)
+
+
 def _penalise(logits: Tensor, draft_ids: Tensor, rows: RuleRows) -> Tensor:
     """Repetition (Keskar et al. 2019) over the text; presence and frequency over the output."""
     vocab_size = logits.shape[-1]

@@ -5,6 +5,7 @@ Shape letters: S state rows, R requests of the batch, Q query length, L context,
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,7 +20,13 @@ from specdec.verifier.processors import (
 )
 from specdec.verifier.sampling import SamplingRows
 
-_INT_FIELDS = ("seq_len", "end", "k", "prompt_len", "draft_len", "top_k", "seed", "coupled")
+if TYPE_CHECKING:
+    from specdec.kernels.pass_triton import StateTensors
+
+_INT_FIELDS = (
+    *("seq_len", "end", "k", "prompt_len", "draft_len", "top_k", "seed", "coupled"),
+    "adapter",  # adapter slot; -1 for the base model
+)
 _FLOAT_FIELDS = ("temperature", "top_p", "min_p")
 
 
@@ -52,6 +59,7 @@ class DecodeState:
         self.block_table = torch.zeros(rows, width, dtype=torch.int32, device=device)
         self.ints = torch.zeros(rows, len(_INT_FIELDS), dtype=torch.int64, device=device)
         self.floats = torch.zeros(rows, len(_FLOAT_FIELDS), dtype=torch.float32, device=device)
+        self.column("adapter").fill_(-1)
         self.rules = LogitRules(num_rows=rows, vocab_size=vocab_size, device=self.device)
 
     def column(self, name: str) -> Tensor:
@@ -71,9 +79,15 @@ class DecodeState:
     def write_row(
         self, row: int, tokens: list[int], ints: dict[str, int], floats: dict[str, float]
     ) -> None:
-        """Install a request: its committed tokens and fields. Fields left out become 0."""
+        """Install a request: its committed tokens and fields. Fields left out become 0, and the
+        adapter none.
+        """
         seed = ints.get("seed", 0)
-        ints = ints | {"seq_len": len(tokens), "seed": seed - 2**64 if seed >= 2**63 else seed}
+        ints = (
+            {"adapter": -1}
+            | ints
+            | {"seq_len": len(tokens), "seed": seed - 2**64 if seed >= 2**63 else seed}
+        )
         self._upload(self.tokens[row, : len(tokens)], tokens)
         self._upload(self.ints[row], [ints.get(name, 0) for name in _INT_FIELDS])
         self._upload(self.floats[row], [floats.get(name, 0.0) for name in _FLOAT_FIELDS])
@@ -125,6 +139,7 @@ class RowState:
     state: DecodeState
     slots: Tensor  # [R] int64: the state row of each batch row
     sampled: bool = False  # some row has a temperature, a logit rule or asks for logprobs
+    has_lora: bool = False  # some row has an adapter
 
     @cached_property
     def seq_lens(self) -> Tensor:
@@ -159,6 +174,47 @@ class RowState:
     @cached_property
     def block_table(self) -> Tensor:  # [R, W] int32
         return self.state.block_table[self.slots]
+
+    @property
+    def known_block_table(self) -> Tensor | None:
+        """``block_table`` if it was gathered already."""
+        return self.__dict__.get("block_table")
+
+    def remember(
+        self, block_table: Tensor, seq_lens: Tensor, remaining: Tensor, max_drafts: Tensor
+    ) -> None:
+        """Keep values that a kernel has read, instead of reading them one by one."""
+        values = {
+            "block_table": block_table,
+            "seq_lens": seq_lens,
+            "remaining": remaining,
+            "max_drafts": max_drafts,
+        }
+        for name, value in values.items():
+            self.__dict__.setdefault(name, value)
+
+    @property
+    def tensors(self) -> "StateTensors":
+        """The same state, as the kernels of a GPU read it."""
+        from specdec.kernels.pass_triton import StateTensors
+
+        column = self.state.column
+        return StateTensors(
+            slots=self.slots,
+            tokens=self.state.tokens,
+            block_table=self.state.block_table,
+            seq_len=self.state.seq_len,
+            end=column("end"),
+            k=column("k"),
+            draft_len=self.state.draft_len,
+            adapter=column("adapter"),
+            block_size=self.state.block_size,
+        )
+
+    @cached_property
+    def adapter_slots(self) -> Tensor | None:
+        """Adapter slot of each row, [R] int64, -1 for none; None where no row has one."""
+        return self.state.column("adapter")[self.slots] if self.has_lora else None
 
     @cached_property
     def sampling(self) -> SamplingRows | None:
@@ -227,6 +283,7 @@ class RowState:
             slot_mapping=self.slot_mapping(positions, valid),
             max_query_len=query_len,
             uniform=True,
+            adapter_slots=_repeated(self.adapter_slots, query_len),
         )
         return positions.clamp_min(0).flatten(), metadata
 
@@ -237,3 +294,8 @@ class RowState:
         positions = positions.where(steps < num_new[:, None], self.state.max_model_len)
         self.state.tokens[self.slots[:, None], positions] = tokens.int()
         self.state.seq_len[self.slots] = self.seq_lens + num_new
+
+
+def _repeated(values: Tensor | None, times: int) -> Tensor | None:
+    """[R] -> [R * times]: each value, ``times`` times."""
+    return None if values is None else values[:, None].expand(-1, times).flatten()

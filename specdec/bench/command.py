@@ -145,6 +145,12 @@ def show(report: "Report") -> None:
     console.print(f"\n{caption(report)}\n", highlight=False, soft_wrap=True)
     for table in latency_tables(report):
         console.print(table)
+    console.print(
+        "tok/s and ms/tok (median, p95) are what one user sees after the first token; total is "
+        "tokens/s over all requests, prefills included; TTFT in ms; FULL: decode steps that "
+        "replayed a FULL graph; same: texts equal to those of k=0.\n",
+        highlight=False,
+    )
     if report["settings"]["draft"] is not None:
         console.print(position_table(report))
         console.print(category_table(report))

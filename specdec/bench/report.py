@@ -21,8 +21,8 @@ COLUMNS = (
     "p95",
     "tok/s",
     "vs k=0",
-    "all tok/s",
-    "TTFT ms",
+    "total",
+    "TTFT",
     "FULL",
     "same",
 )
@@ -87,7 +87,8 @@ def caption(report: Report) -> str:
 
 def cells(point: Point) -> list[str]:
     """One row of the table, in the order of COLUMNS."""
-    steps = sum(point["decode_steps_by_mode"].values())
+    full = point["decode_steps_by_mode"].get("FULL", 0)
+    num_steps = sum(point["decode_steps_by_mode"].values())
     return [
         str(point["k"]),
         f"{point['mean_tokens_per_step']:.2f}",
@@ -99,7 +100,7 @@ def cells(point: Point) -> list[str]:
         f"{point['speedup']:.2f}x",
         _digits(point["tokens_per_second"]),
         _digits(point["ttft_ms"]["p50"]),
-        f"{point['decode_steps_by_mode'].get('FULL', 0)}/{steps}",
+        "all" if full == num_steps else f"{full}/{num_steps}",
         f"{point['texts_equal_to_k0']}/{point['texts']}",
     ]
 
@@ -115,7 +116,7 @@ def latency_tables(report: Report) -> list[Table]:
     """One table per number of requests; what is slower than k=0 is as plain as what is faster."""
     tables = []
     for num_reqs, points in points_by_num_reqs(report).items():
-        table = plain_table(f"{_requests(num_reqs)} side by side", [], COLUMNS)
+        table = plain_table(f"{_requests(num_reqs)} side by side", [], COLUMNS, dense=True)
         for point in points:
             style = "green" if point["speedup"] > 1.02 else "red" if point["speedup"] < 0.98 else ""
             row = cells(point)

@@ -137,6 +137,8 @@ def run_sweep(
         dtype=settings.dtype,
         device=settings.device,
         cudagraph_mode=settings.cudagraph_mode,
+        # Every k runs the same prompts: all but the first would find them read already.
+        enable_prefix_caching=False,
     )
     with engine:
         built = time.perf_counter() - started
@@ -145,7 +147,7 @@ def run_sweep(
         points: list[dict[str, Any]] = []
         warmup = 0.0
         for num_reqs in settings.num_reqs:
-            warmup += sum(_warm_up(engine, ids[0], k, num_reqs, settings) for k in ks)
+            warmup += _warm_up(engine, ids, ks, num_reqs, settings)
             points += _measure(engine, prompts, ids, ks, num_reqs, settings, progress)
         device = engine.config.torch_device
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
@@ -191,15 +193,21 @@ def _params(settings: Settings, number: int, k: int, max_new_tokens: int) -> Sam
     )
 
 
-def _warm_up(engine: Engine, prompt: list[int], k: int, num_reqs: int, settings: Settings) -> float:
-    """Run each graph of this k once. Those that sample are captured on first use: here."""
+def _warm_up(
+    engine: Engine, ids: list[list[int]], ks: list[int], num_reqs: int, settings: Settings
+) -> float:
+    """Use every graph once: some are captured on first use, which belongs here. Seconds taken."""
+    started = time.perf_counter()
+    for wave in _waves(len(ids), num_reqs):
+        params = [_params(settings, number, 0, 1) for number in wave]
+        run_timed(engine, [ids[number] for number in wave], params)
     counts = {num_reqs}
     if settings.temperature > 0:
-        counts |= {min(row.descriptor.num_reqs, num_reqs) for row in engine.graph_table()}
-    started = time.perf_counter()
-    for count in sorted(counts):
-        params = [_params(settings, number, k, k + 2) for number in range(count)]
-        run_timed(engine, [prompt[:WARMUP_PROMPT_TOKENS]] * count, params)
+        counts |= {min(row.descriptor.num_reqs or 1, num_reqs) for row in engine.graph_table()}
+    for k in ks:
+        for count in sorted(counts):
+            params = [_params(settings, number, k, k + 2) for number in range(count)]
+            run_timed(engine, [ids[0][:WARMUP_PROMPT_TOKENS]] * count, params)
     return time.perf_counter() - started
 
 
@@ -286,14 +294,15 @@ def _num_launches(engine: Engine) -> int:
 
 
 def _graph_use(records: list[StepRecord]) -> dict[str, Any]:
-    """How the decode steps ran; prefills, which have no graph of their own here, apart."""
-    decodes = [record for record in records if record.reason != "prefill"]
+    """How the decode steps ran; batches with prompts in them apart."""
+    decodes = [record for record in records if record.descriptor.uniform]
+    prefills = [record for record in records if not record.descriptor.uniform]
     padded = sum(record.descriptor.num_reqs for record in decodes)
     live = sum(record.num_reqs for record in decodes)
     return {
         "decode_steps_by_mode": dict(Counter(record.mode for record in decodes)),
         "reasons_not_full": dict(Counter(r.reason for r in decodes if r.mode != "FULL")),
-        "prefill_launches": len(records) - len(decodes),
+        "prefill_launches_by_mode": dict(Counter(record.mode for record in prefills)),
         "padding_waste": (padded - live) / padded if padded else 0.0,
     }
 

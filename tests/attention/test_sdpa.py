@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from attention_batch import HEAD_IDS, HEADS, Batch, border_lengths, make_batch
+from attention_batch import HEAD_IDS, HEADS, Batch, border_lengths, make_batch, with_broken_values
 
 from specdec.kernels.attention import paged_attention
 from specdec.verifier.attention.base import AttentionMetadata
@@ -178,3 +178,16 @@ def test_auto_takes_sdpa_on_the_cpu() -> None:
 def test_backends_that_cannot_serve_are_refused_by_name(name, reason) -> None:
     with pytest.raises(ValueError, match=f"attention_backend.*{name}.*{reason}"):
         choose(name)
+
+
+@PATHS
+@pytest.mark.parametrize("uniform", [True, False], ids=["uniform", "mixed"])
+def test_a_broken_value_reaches_only_the_rows_that_see_it(attend, uniform) -> None:
+    """Zero times NaN is NaN: a draft's broken value must not end its request's earlier rows."""
+    batch = make_batch([0, 15, 16, 130], [5] * 4, uniform=uniform)
+    broken, sees = with_broken_values(batch)
+    result = attend(broken)
+    assert result[sees].isnan().any(-1).all()
+    torch.testing.assert_close(
+        result[~sees].double(), batch.exact()[~sees], rtol=0, atol=TOLERANCE
+    )

@@ -110,7 +110,7 @@ def test_several_keys_alternate_on_shared_state_in_one_pool(pool):
         replayed(wrapper, descriptor.num_reqs, descriptor=descriptor).item()
         for descriptor in (FOUR, EIGHT, FOUR, EIGHT)
     ]
-    assert sums == [4.0, 12.0, 12.0, 20.0]
+    assert sums == [4.0, 12.0, 12.0, 24.0]
     assert {row.descriptor: row.replays for row in wrapper.table()} == {EIGHT: 2, FOUR: 2}
 
 

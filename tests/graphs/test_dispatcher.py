@@ -303,6 +303,20 @@ def test_a_batch_that_forbids_full_takes_what_is_left(mode, left):
     assert "forbids FULL" in dispatcher.explain(uniform(3, 5), allow_full=False)
 
 
+def test_lora_keys_may_come_later():
+    """Every uniform key gets a twin; batches with prompts and adapters have none."""
+    at_once = make(FULL_DECODE_ONLY, uniform_query_lens=(1, 5), lora=True)
+    later = make(FULL_DECODE_ONLY, uniform_query_lens=(1, 5))
+    later.add_lora_keys()
+    later.add_lora_keys()
+    assert later.capture_list() == at_once.capture_list()
+    both = make(FULL_AND_PIECEWISE, uniform_query_lens=(1, 5))
+    both.add_lora_keys()
+    assert both.dispatch(uniform(3, 5, True)) == (FULL, uniform(4, 5, True))
+    mixed = BatchDescriptor(9, 3, False, True)
+    assert both.dispatch(mixed) == (NONE, mixed)
+
+
 def test_lora_batches_have_keys_of_their_own():
     with_lora = make(FULL_DECODE_ONLY, lora=True)
     without = make(FULL_DECODE_ONLY)

@@ -54,8 +54,8 @@ def test_linear_argmax_is_the_argmax_of_float32_logits() -> None:
     x, weight = randn(5, 64, dtype=torch.bfloat16), randn(333, 64, seed=1, dtype=torch.bfloat16)
     weight[300:] *= 100
     logits = linear(x, weight, out_dtype=torch.float32)
-    assert torch.equal(linear_argmax(x, weight), logits.argmax(-1))
-    assert torch.equal(linear_argmax(x, weight, limit=300), logits[:, :300].argmax(-1))
+    assert torch.equal(linear_argmax(x, weight)[0], logits.argmax(-1))
+    assert torch.equal(linear_argmax(x, weight, limit=300)[0], logits[:, :300].argmax(-1))
 
 
 def test_argmax_ties_limits_and_nan() -> None:
@@ -64,8 +64,14 @@ def test_argmax_ties_limits_and_nan() -> None:
     logits[2, 320] = 5.0
     logits[3, 63] = torch.nan
     logits[4] = -torch.inf
-    assert argmax(logits).tolist() == [0, 7, 320, 63, 0]
-    assert argmax(logits, limit=300).tolist() == [0, 7, 0, 63, 0]
+    ids, finite = argmax(logits)
+    assert ids.tolist() == [0, 7, 320, 63, 0]
+    assert finite.tolist() == [True, True, True, False, False]
+    logits[0, 301] = torch.inf
+    ids, finite = argmax(logits, limit=300)
+    assert ids.tolist() == [0, 7, 0, 63, 0]
+    assert finite.tolist() == [True, True, True, False, False]
+    assert argmax(logits)[1].tolist() == [False, True, True, False, False]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

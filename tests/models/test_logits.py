@@ -168,5 +168,5 @@ def test_greedy_tokens_are_the_argmax(tmp_path: Path) -> None:
     model = load(make_tiny(tmp_path))
     hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
     logits = model.compute_logits(hidden)
-    assert torch.equal(model.greedy_tokens(hidden), logits.argmax(-1))
-    assert torch.equal(model.greedy_tokens(hidden, 30), logits[:, :30].argmax(-1))
+    assert torch.equal(model.greedy_tokens(hidden)[0], logits.argmax(-1))
+    assert torch.equal(model.greedy_tokens(hidden, 30)[0], logits[:, :30].argmax(-1))

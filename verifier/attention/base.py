@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from specdec.verifier.modes import AttentionCGSupport
+from specdec.verifier.modes import AttentionCGSupport, BatchDescriptor
 
 PAD_SLOT_ID = -1
 
@@ -33,6 +33,28 @@ class AttentionMetadata:
     slot_mapping: Tensor  # [T] int64: block * B + offset to write; PAD_SLOT_ID writes nowhere
     max_query_len: int  # longest query of the batch; frozen at capture
     uniform: bool  # every request has exactly max_query_len query rows (T = R * max_query_len)
+    # [T] int64: adapter slot of each token row, -1 for none; None where no row has one. The linear
+    # layers read it, attention does not.
+    adapter_slots: Tensor | None = None
+
+
+def concatenate(first: AttentionMetadata, second: AttentionMetadata) -> AttentionMetadata:
+    """The metadata of one flattened batch: the requests of ``first``, then those of ``second``."""
+    offset = first.slot_mapping.shape[0]
+    adapter_slots = None
+    if first.adapter_slots is not None and second.adapter_slots is not None:
+        adapter_slots = torch.cat([first.adapter_slots, second.adapter_slots])
+    assert (first.adapter_slots is None) == (second.adapter_slots is None)
+    return AttentionMetadata(
+        query_start_loc=torch.cat([first.query_start_loc, second.query_start_loc[1:] + offset]),
+        context_lens=torch.cat([first.context_lens, second.context_lens]),
+        seq_lens=torch.cat([first.seq_lens, second.seq_lens]),
+        block_table=torch.cat([first.block_table, second.block_table]),
+        slot_mapping=torch.cat([first.slot_mapping, second.slot_mapping]),
+        max_query_len=max(first.max_query_len, second.max_query_len),
+        uniform=False,
+        adapter_slots=adapter_slots,
+    )
 
 
 class AttentionBackend(Protocol):
@@ -50,6 +72,12 @@ class AttentionBackend(Protocol):
     ) -> str | None:
         """Why this backend cannot serve such a model, or None if it can."""
 
+    def forbids_full(self, batch: BatchDescriptor) -> str | None:
+        """Why the attention of this batch cannot lie in a FULL graph, or None if it can.
+
+        For what ``cg_support`` cannot say, as cascade attention over a prefix that rows share.
+        """
+
     def forward(
         self,
         query: Tensor,  # [T, H, D]
@@ -57,5 +85,9 @@ class AttentionBackend(Protocol):
         value_cache: Tensor,  # [N + 1, B, G, D]
         metadata: AttentionMetadata,
         scale: float,
+        next_weight: Tensor | None = None,
     ) -> Tensor:
-        """Attention of every query row over its request's keys: [T, H, D], query's dtype."""
+        """Attention of every query row over its request's keys: [T, H, D], query's dtype.
+
+        ``next_weight`` is the matrix that is read next: idle parts of a GPU may bring it near.
+        """

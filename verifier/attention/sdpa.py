@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specdec.kernels.attention import paged_attention_reference
 from specdec.verifier.attention.base import AttentionMetadata
-from specdec.verifier.modes import AttentionCGSupport
+from specdec.verifier.modes import AttentionCGSupport, BatchDescriptor
 
 # Up to this many float32 scores, products with all of them in memory are the fastest way. In lower
 # precision PyTorch would round the scores between the products.
@@ -23,7 +23,8 @@ def attend_request(
     """Attention of one request's rows, of which row ``j`` sees ``keys[: context_len + j + 1]``.
 
     query [Q, H, D], keys and values [L, G, D] with 0 < L <= context_len + Q -> [Q, H, D]. Query
-    heads of one key/value head are folded into rows, so that nothing is repeated.
+    heads of one key/value head are folded into rows, so that nothing is repeated. A row that sees
+    a key or value that is not finite becomes NaN; rows before it are as if it were not there.
     """
     num_rows, num_heads, head_size = query.shape
     num_keys, num_kv_heads, _ = keys.shape
@@ -32,12 +33,19 @@ def attend_request(
     folded = folded.reshape(num_kv_heads, num_rows * group, head_size)  # [G, Q * group, D]
     keys, values = keys.transpose(0, 1), values.transpose(0, 1)  # [G, L, D]
 
-    hidden = None
+    hidden = broken = None
     if num_keys > context_len + 1:
         device = query.device
         positions = torch.arange(num_keys, device=device)
         last = torch.arange(context_len, context_len + num_rows, device=device)
         hidden = positions > last.repeat_interleave(group)[:, None]  # [Q * group, L]
+        # A weight of zero does not silence NaN. What some row may not see is only in this tail.
+        tail = slice(context_len + 1, None)
+        sound = (keys[:, tail].isfinite() & values[:, tail].isfinite()).all(-1)  # [G, tail]
+        if not sound.all():
+            broken = (~sound[:, None] & ~hidden[None, :, tail]).any(-1)  # [G, Q * group]
+            keys = keys.masked_fill(_past(~sound, context_len + 1), 0)
+            values = values.masked_fill(_past(~sound, context_len + 1), 0)
 
     if query.dtype == torch.float32 and num_heads * num_rows * num_keys <= _MAX_SCORES:
         scores = torch.bmm(folded * scale, keys.transpose(1, 2))
@@ -49,8 +57,15 @@ def attend_request(
         out = F.scaled_dot_product_attention(
             folded[None], keys[None], values[None], attn_mask=mask, scale=scale
         )[0]
+    if broken is not None:
+        out = out.masked_fill(broken[..., None], torch.nan)
     out = out.view(num_kv_heads, num_rows, group, head_size).transpose(0, 1)
     return out.reshape(num_rows, num_heads, head_size)
+
+
+def _past(mask: Tensor, start: int) -> Tensor:
+    """``mask`` [G, n] of the keys from ``start`` on, as [G, start + n, 1] of all keys."""
+    return F.pad(mask, (start, 0))[..., None]
 
 
 def attend_requests(
@@ -110,6 +125,9 @@ class SdpaBackend:
     ) -> str | None:
         return None
 
+    def forbids_full(self, batch: BatchDescriptor) -> str | None:
+        return None
+
     def forward(
         self,
         query: Tensor,
@@ -117,6 +135,7 @@ class SdpaBackend:
         value_cache: Tensor,
         metadata: AttentionMetadata,
         scale: float,
+        next_weight: Tensor | None = None,
     ) -> Tensor:
         tensors = (
             query,

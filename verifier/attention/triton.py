@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from specdec.verifier.attention.base import AttentionMetadata
-from specdec.verifier.modes import AttentionCGSupport
+from specdec.verifier.modes import AttentionCGSupport, BatchDescriptor
 
 
 class TritonBackend:
@@ -39,6 +39,9 @@ class TritonBackend:
             return f"block size {block_size}; it has powers of two from 1 to 256"
         return None
 
+    def forbids_full(self, batch: BatchDescriptor) -> str | None:
+        return None
+
     def forward(
         self,
         query: Tensor,
@@ -46,6 +49,7 @@ class TritonBackend:
         value_cache: Tensor,
         metadata: AttentionMetadata,
         scale: float,
+        next_weight: Tensor | None = None,
     ) -> Tensor:
         return self._paged_attention(
             query,
@@ -58,5 +62,6 @@ class TritonBackend:
             metadata.max_query_len,
             scale,
             metadata.uniform,
+            next_weight=next_weight,
             scratch=self._scratch,
         )

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from specdec.kernels.activation import silu_mul
 from specdec.kernels.linear import linear, linear_silu_mul
 from specdec.kernels.norm import rms_norm
-from specdec.kernels.rope import rope_write_kv
-from specdec.verifier.attention.base import AttentionBackend, AttentionMetadata
+from specdec.verifier.attention.op import LayerAttention, PagedAttention
 from specdec.verifier.models.config import ModelConfig
+from specdec.verifier.models.lora import LoraStack
 
 # A checkpoint tensor's name and the memory, of its shape, that it is copied to.
 WeightSlot = tuple[str, Tensor]
@@ -43,9 +43,13 @@ class Linear(nn.Module):
         rows = sum(parts.values())
         self.weight = empty_parameter(rows, in_features, dtype=dtype, device=device)
         self.bias = empty_parameter(rows, dtype=dtype, device=device) if bias else None
+        self.adapters: LoraStack | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+    def forward(self, x: Tensor, adapter_slots: Tensor | None = None) -> Tensor:
+        """x [T, in_features]; ``adapter_slots`` [T] or None for a batch without adapters."""
+        if adapter_slots is None or self.adapters is None:
+            return linear(x, self.weight, self.bias)
+        return self.adapters.linear(x, self.weight, self.bias, adapter_slots)
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         first = 0
@@ -62,13 +66,11 @@ class Attention(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        backend: AttentionBackend,
         *,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
         super().__init__()
-        self.backend = backend
         self.num_heads = config.num_heads
         self.num_kv_heads = config.num_kv_heads
         self.head_size = config.head_size
@@ -98,19 +100,26 @@ class Attention(nn.Module):
         x: Tensor,  # [T, hidden]
         positions: Tensor,  # [T] int64
         cos_sin: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        attn: AttentionMetadata,
+        attend: LayerAttention,
+        layer: int,
+        adapter_slots: Tensor | None = None,
     ) -> Tensor:
-        heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_size)
+        plain = adapter_slots is None and self.q_norm is None
+        if plain and isinstance(attend, PagedAttention):
+            weight, bias = self.qkv_proj.weight, self.qkv_proj.bias
+            out = attend.project(
+                x, weight, bias, positions, cos_sin, layer, self.scale, self.o_proj.weight
+            )
+            return self.o_proj(out.flatten(1))
+        heads = self.qkv_proj(x, adapter_slots)
+        heads = heads.unflatten(-1, (-1, self.head_size))  # [T, H + 2 G, D]
         sizes = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         q, k, v = heads.split(sizes, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q = rms_norm(q, self.q_norm, self.eps)
             k = rms_norm(k, self.k_norm, self.eps)
-        q = rope_write_kv(q, k, v, cos_sin, positions, key_cache, value_cache, attn.slot_mapping)
-        out = self.backend.forward(q, key_cache, value_cache, attn, self.scale)  # [T, H, D]
-        return self.o_proj(out.flatten(1))
+        out = attend(q, k, v, positions, cos_sin, layer, self.scale)  # [T, H, D]
+        return self.o_proj(out.flatten(1), adapter_slots)
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         yield from self.qkv_proj.weight_slots(prefix)
@@ -142,10 +151,15 @@ class MLP(nn.Module):
             device=device,
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.gate_up_proj.bias is None:
-            return self.down_proj(linear_silu_mul(x, self.gate_up_proj.weight))
-        return self.down_proj(silu_mul(self.gate_up_proj(x)))
+    def forward(self, x: Tensor, adapter_slots: Tensor | None = None) -> Tensor:
+        gate_up = self.gate_up_proj
+        if gate_up.bias is not None:
+            hidden = silu_mul(gate_up(x, adapter_slots))
+        elif adapter_slots is None or gate_up.adapters is None:
+            hidden = linear_silu_mul(x, gate_up.weight)
+        else:
+            hidden = gate_up.adapters.linear_silu_mul(x, gate_up.weight, adapter_slots)
+        return self.down_proj(hidden, adapter_slots)
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         yield from self.gate_up_proj.weight_slots(prefix)
@@ -158,14 +172,13 @@ class DecoderLayer(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        backend: AttentionBackend,
         *,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
         super().__init__()
         self.input_norm = empty_parameter(config.hidden_size, dtype=dtype, device=device)
-        self.attention = Attention(config, backend, dtype=dtype, device=device)
+        self.attention = Attention(config, dtype=dtype, device=device)
         self.post_attention_norm = empty_parameter(config.hidden_size, dtype=dtype, device=device)
         self.mlp = MLP(config, dtype=dtype, device=device)
 

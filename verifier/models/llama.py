@@ -6,12 +6,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from specdec.kernels.argmax import argmax
 from specdec.kernels.linear import linear, linear_argmax
+from specdec.kernels.lora import lora_embedding_
 from specdec.kernels.norm import add_rms_norm, rms_norm
 from specdec.verifier.attention.base import AttentionBackend, AttentionMetadata
+from specdec.verifier.attention.op import LayerAttention, OpaqueAttention, PagedAttention
 from specdec.verifier.kv_cache import KVCache
 from specdec.verifier.models.config import ModelConfig
 from specdec.verifier.models.layers import DecoderLayer, empty_parameter
+from specdec.verifier.models.lora import LoraStack
 from specdec.verifier.models.rope import cos_sin_table
 
 
@@ -36,8 +40,7 @@ class CausalLM(nn.Module):
             config.vocab_size, config.hidden_size, dtype=dtype, device=device
         )
         self.layers = nn.ModuleList(
-            DecoderLayer(config, attention_backend, dtype=dtype, device=device)
-            for _ in range(config.num_layers)
+            DecoderLayer(config, dtype=dtype, device=device) for _ in range(config.num_layers)
         )
         self.norm = empty_parameter(config.hidden_size, dtype=dtype, device=device)
         # A tied head is the embedding itself, not another parameter.
@@ -46,6 +49,8 @@ class CausalLM(nn.Module):
             self.lm_head = empty_parameter(
                 config.vocab_size, config.hidden_size, dtype=dtype, device=device
             )
+        self.embed_adapters: LoraStack | None = None
+        self.head_adapters: LoraStack | None = None
         cos_sin = cos_sin_table(config.rope, config.max_position_embeddings, device)
         self.cos_sin: Tensor  # [max_position_embeddings, rotary_dim] float32
         self.register_buffer("cos_sin", cos_sin, persistent=False)
@@ -75,30 +80,74 @@ class CausalLM(nn.Module):
 
         With ``num_layers`` the model stops after that many layers, with the same final norm.
         """
+        attend = PagedAttention(self.attention_backend, kv_cache, attn)
+        return self.hidden_states(input_ids, positions, attend, num_layers, attn.adapter_slots)
+
+    def opaque_forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attention_out: Tensor,  # [T, H, D], overwritten by each layer
+    ) -> Tensor:
+        """``forward`` with opaque attention, which reads the batch from the forward context."""
+        return self.hidden_states(input_ids, positions, OpaqueAttention(attention_out))
+
+    def hidden_states(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attend: LayerAttention,
+        num_layers: int | None = None,
+        adapter_slots: Tensor | None = None,
+    ) -> Tensor:
+        """The model itself. Written so that a trace of it holds no size and no layer's number."""
         eps = self.config.rms_norm_eps
         layers = self.first_layers(num_layers)
-        # The norm that follows layer i is the next layer's, or the final one.
+        # The norm that follows layer i is the next layer's, or the final one, and so is the matrix
+        # that is read after it. What a norm brings near is no part of a trace.
         next_norms = [layer.input_norm for layer in layers[1:]] + [self.norm]
+        brought_near = [layer.attention.qkv_proj.weight for layer in layers[1:]] + [self.lm_head]
+        if not isinstance(attend, PagedAttention):
+            brought_near = [None] * len(layers)
         residual = F.embedding(input_ids, self.embed_tokens)
+        if adapter_slots is not None and self.embed_adapters is not None:
+            a, b = self.embed_adapters.a, self.embed_adapters.b
+            lora_embedding_(residual, input_ids, a, b, adapter_slots)
         hidden = rms_norm(residual, layers[0].input_norm, eps)
-        for i, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
-            hidden = layer.attention(
-                hidden, positions, self.cos_sin, kv_cache.keys[i], kv_cache.values[i], attn
-            )
-            hidden, residual = add_rms_norm(hidden, residual, layer.post_attention_norm, eps)
-            hidden = layer.mlp(hidden)
-            hidden, residual = add_rms_norm(hidden, residual, next_norm, eps)
+        for i, (layer, next_norm, near) in enumerate(
+            zip(layers, next_norms, brought_near, strict=True)
+        ):
+            hidden = layer.attention(hidden, positions, self.cos_sin, attend, i, adapter_slots)
+            norm = layer.post_attention_norm
+            gate_up = None if near is None else layer.mlp.gate_up_proj.weight
+            hidden, residual = add_rms_norm(hidden, residual, norm, eps, gate_up)
+            hidden = layer.mlp(hidden, adapter_slots)
+            hidden, residual = add_rms_norm(hidden, residual, next_norm, eps, near)
         return hidden
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """hidden [N, hidden] -> [N, vocab] float32, the sums never rounded to the model's dtype."""
-        return linear(hidden, self.lm_head, out_dtype=torch.float32)
+    def compute_logits(self, hidden: Tensor, adapter_slots: Tensor | None = None) -> Tensor:
+        """hidden [N, hidden] -> [N, vocab] float32, the sums never rounded to the model's dtype.
 
-    def greedy_tokens(self, hidden: Tensor, vocab_size: int | None = None) -> Tensor:
-        """The argmax of ``compute_logits`` over the ids below ``vocab_size``, [N] int64.
-
-        Ties go to the lowest id. On a GPU the logits are not written out.
+        ``adapter_slots`` [N], or None for rows without adapters.
         """
+        logits = linear(hidden, self.lm_head, out_dtype=torch.float32)
+        if adapter_slots is not None and self.head_adapters is not None:
+            self.head_adapters.add_delta_(logits, hidden, adapter_slots)
+        return logits
+
+    def greedy_tokens(
+        self,
+        hidden: Tensor,
+        vocab_size: int | None = None,
+        adapter_slots: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The argmax of ``compute_logits`` over the ids below ``vocab_size``, [N] int64, and
+        whether none of those logits is NaN or infinite at the top, [N] bool.
+
+        Ties go to the lowest id. On a GPU the logits are not written out, unless heads are adapted.
+        """
+        if adapter_slots is not None and self.head_adapters is not None:
+            return argmax(self.compute_logits(hidden, adapter_slots), vocab_size)
         return linear_argmax(hidden, self.lm_head, vocab_size)
 
     def kv_bytes_per_block(self, block_size: int) -> int:

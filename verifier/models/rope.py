@@ -169,6 +169,9 @@ def inverse_frequencies(rope: RopeConfig) -> Tensor:
 
 def cos_sin_table(rope: RopeConfig, max_position: int, device: torch.device | str) -> Tensor:
     """[max_position, rotary_dim] float32: cosines in the first half, sines in the second."""
+    if torch.device(device).type == "meta":
+        # Arithmetic on meta tensors would import all of torch.compile, seconds for nothing.
+        return torch.empty(max_position, rope.rotary_dim, dtype=torch.float32, device=device)
     frequencies = inverse_frequencies(rope).to(device)
     positions = torch.arange(max_position, dtype=torch.float32, device=device)
     angles = positions[:, None] * frequencies[None, :]

@@ -107,9 +107,11 @@ def test_argmax() -> None:
     logits[4] = -0.0
     logits[4, 300:] = 0.0
     logits[5] -= 100.0
+    logits[0, 69] = torch.inf
     for limit in (None, 9000, 70):
         wanted = argmax.argmax_reference(logits, limit)
-        assert torch.equal(argmax_triton.argmax(logits, limit), wanted)
+        for one, other in zip(argmax_triton.argmax(logits, limit), wanted, strict=True):
+            assert torch.equal(one, other)
 
 
 def test_noise_has_the_same_integers() -> None:
@@ -121,3 +123,23 @@ def test_noise_has_the_same_integers() -> None:
         assert torch.equal(result, sampling.uniform_noise_reference(seeds, index, stream))
         noise = sampling_triton.gumbel_noise(seeds, index, 1500, stream)
         close(noise, sampling.gumbel_noise_reference(seeds, index, 1500, stream))
+
+
+@pytest.mark.parametrize("with_rope", [False, True])
+def test_values_that_are_not_finite_are_stored_as_nan_keys(with_rope) -> None:
+    q, k, v = fused_projection(80)
+    v = v.clone()
+    v[0, 1, 70], v[3, 0, 5] = torch.nan, -torch.inf
+    table = randn(50, 80, seed=1)
+    ours, theirs = caches(80), caches(80)
+    if with_rope:
+        rope_triton.rope_write_kv(q, k, v, table, POSITIONS, *ours, SLOTS)
+        rope.rope_write_kv_reference(q, k, v, table, POSITIONS, *theirs, SLOTS)
+    else:
+        kv_cache_triton.write_kv(k, v, *ours, SLOTS)
+        kv_cache.write_kv_reference(k, v, *theirs, SLOTS)
+    torch.testing.assert_close(ours[0][:-1], theirs[0][:-1], equal_nan=True)
+    assert torch.equal(ours[1][:-1], theirs[1][:-1])
+    keys = ours[0].view(-1, 2, 80)
+    assert keys[3, 1].isnan().all() and keys[19, 0].isnan().all()
+    assert keys[3, 0].isfinite().all() and ours[1].isfinite().all()

@@ -1,0 +1,203 @@
+"""What adapters cost: steps on LoRA graphs against steps on base graphs of the same engine.
+
+An 8B-shaped model with random weights, drafts by n-gram lookup, k drafts a step. For each rank an
+engine with eight adapters runs batches of base rows, of rows that share one adapter, and of rows
+spread over all of them, and times a step of each: graph replay, adapter kernels and host work.
+
+    python bench/lora_cost.py --out bench/results/lora_cost.json
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import specdec
+from specdec.bench.environment import describe
+from specdec.verifier.attention.select import select_backend
+from specdec.verifier.loading import random_weights
+from specdec.verifier.models.config import config_from_json
+from specdec.verifier.models.llama import CausalLM
+from specdec.verifier.peft_format import AdapterWeights, adapter_sites
+
+RANKS = (8, 16, 64)
+REQUEST_COUNTS = (1, 8, 64)
+NUM_ADAPTERS = 8
+WARM_STEPS, TIMED_STEPS = 8, 60
+SHAPES = {
+    "8b": (4096, 14336, 32, 32, 8, 128256),
+    "tiny": (64, 128, 2, 4, 2, 512),  # to try the script
+}
+
+
+def make_model(shape: str, device: str) -> CausalLM:
+    hidden, ffn, layers, heads, kv_heads, vocab = SHAPES[shape]
+    content = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16" if device == "cuda" else "float32",
+    }
+    config = config_from_json(content, source=f"the {shape} shape")
+    backend = select_backend(
+        "auto", head_size=config.head_size, dtype=config.dtype, block_size=16, device=device
+    )
+    return random_weights(
+        config, std=0.02, dtype=config.dtype, device=device, attention_backend=backend
+    )
+
+
+def random_adapter(model: CausalLM, rank: int, seed: int) -> AdapterWeights:
+    generator = torch.Generator(model.device).manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return 0.01 * torch.randn(*shape, generator=generator, device=model.device).cpu()
+
+    sites = {
+        name: (draw(rank, columns), draw(rows, rank))
+        for name, (rows, columns) in adapter_sites(model.config).items()
+        if ".layers." in name
+    }
+    return AdapterWeights(path=f"random {seed}", rank=rank, sites=sites, base_weights={})
+
+
+def step_ms(engine: Any, prompts: list[list[int]], lora: list[str | None]) -> float:
+    """Milliseconds of a step while all of these requests decode."""
+    params = specdec.SamplingParams(max_new_tokens=1_000, ignore_eos=True)
+    requests = [
+        engine.add_request(prompt, params, name)[0]
+        for prompt, name in zip(prompts, lora, strict=True)
+    ]
+    while any(not request.output_ids for request in requests):
+        engine.step()
+    for _ in range(WARM_STEPS):
+        engine.step()
+    synchronize(engine)
+    started = time.perf_counter()
+    for _ in range(TIMED_STEPS):
+        engine.step()
+    synchronize(engine)
+    seconds = time.perf_counter() - started
+    record = engine.recent_steps(1)[0]
+    wanted = any(name is not None for name in lora)
+    assert (record.mode, record.descriptor.has_lora) == ("FULL", wanted), record
+    assert record.num_reqs == len(requests), record
+    for request in requests:
+        engine.abort(request.id)
+    return 1e3 * seconds / TIMED_STEPS
+
+
+def synchronize(engine: Any) -> None:
+    if engine.config.torch_device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def run(model: CausalLM, rank: int, k: int, length: int) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    with specdec.Engine(
+        model,
+        "ngram",
+        k,
+        device=model.device.type,
+        max_num_seqs=max(REQUEST_COUNTS),
+        uniform_request_counts=REQUEST_COUNTS,
+        max_model_len=2048,
+        num_kv_blocks=max(REQUEST_COUNTS) * 128,
+        enable_prefix_caching=False,
+        max_loras=NUM_ADAPTERS,
+        max_lora_rank=rank,
+    ) as engine:
+        names = [f"adapter-{i}" for i in range(NUM_ADAPTERS)]
+        # The same values under eight names: distinct slots, so distinct memory.
+        weights = random_adapter(model, rank, seed=1)
+        for name in names:
+            engine._lora._table.add(name, weights)
+        for count in REQUEST_COUNTS:
+            shape = (count, length)
+            ids = torch.randint(3, model.config.vocab_size, shape, generator=generator)
+            prompts = ids.tolist()
+            plans = {
+                "base": [None] * count,
+                "one": names[:1] * count,
+                "spread": [names[i % NUM_ADAPTERS] for i in range(count)],
+            }
+            times = {plan: step_ms(engine, prompts, lora) for plan, lora in plans.items()}
+            # Again, so that a drift of the clocks would show.
+            again = step_ms(engine, prompts, plans["base"])
+            rows.append(
+                {
+                    "rank": rank,
+                    "num_reqs": count,
+                    "k": k,
+                    "base_ms": times["base"],
+                    "base_again_ms": again,
+                    "one_adapter_ms": times["one"],
+                    "eight_adapters_ms": times["spread"],
+                    "ratio_one": times["one"] / times["base"],
+                    "ratio_eight": times["spread"] / times["base"],
+                }
+            )
+        table = engine.graph_table()
+        rows[0]["slot_bytes"] = engine._lora._table.slots.bytes_per_slot
+        rows[0]["graphs"] = {
+            kind: sum(row.descriptor.has_lora == (kind == "lora") for row in table)
+            for kind in ("base", "lora")
+        }
+        rows[0]["capture_seconds"] = engine.capture_seconds
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
+    parser.add_argument("-k", type=int, default=4)
+    parser.add_argument("--prompt-len", type=int, default=512)
+    arguments = parser.parse_args()
+    model = make_model(arguments.shape, arguments.device)
+    results = []
+    print("rank  reqs   base ms   one adapter         eight adapters", flush=True)
+    for rank in arguments.ranks:
+        rows = run(model, rank, arguments.k, arguments.prompt_len)
+        results += rows
+        for row in rows:
+            print(
+                f"{rank:4}  {row['num_reqs']:4}  {row['base_ms']:8.3f}  "
+                f"{row['one_adapter_ms']:8.3f} ({row['ratio_one']:.3f}x)  "
+                f"{row['eight_adapters_ms']:8.3f} ({row['ratio_eight']:.3f}x)",
+                flush=True,
+            )
+    if arguments.out is not None:
+        report = {
+            "schema": 1,
+            "environment": describe(model.device),
+            "settings": {
+                "shape": arguments.shape,
+                "k": arguments.k,
+                "prompt_len": arguments.prompt_len,
+                "timed_steps": TIMED_STEPS,
+                "adapters": NUM_ADAPTERS,
+            },
+            "results": results,
+        }
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""Acceptance, and the advance of all state, in Triton: one program per request.
+
+The plain-PyTorch twins are in ``specdec.verifier.passes`` and ``specdec.verifier.acceptance``.
+Shape letters: S state rows, R requests of the batch, Q query length.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec.kernels.launch import pdl_options, wait_for_inputs
+from specdec.kernels.pass_triton import StateTensors
+
+
+@triton.jit
+def _accept_kernel(
+    targets,  # [R, Q] int64
+    finite,  # [R, Q] bool
+    draft_ids,  # [R, Q - 1] int64
+    num_drafted,  # [R] int64
+    slots,
+    tokens,
+    seq_len_column,
+    end_column,
+    packed,  # [R, Q + 4] int64
+    num_accepted,  # [R] int64
+    token_stride,
+    column_stride,
+    Q: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_inputs(PDL)
+    row = tl.program_id(0)
+    steps = tl.arange(0, BLOCK_Q)
+    inside = steps < Q
+    target = tl.load(targets + row * Q + steps, mask=inside, other=-1)
+    sound = tl.load(finite + row * Q + steps, mask=inside, other=0) != 0
+    draft = tl.load(draft_ids + row * (Q - 1) + steps, mask=steps < Q - 1, other=-2)
+    drafted = tl.load(num_drafted + row)
+    agrees = (draft == target) & sound & (steps < drafted) & (steps < Q - 1)
+    accepted = tl.min(tl.where(agrees, Q, steps), axis=0)
+    failed = tl.max(((steps == accepted) & (sound == 0)).to(tl.int32), axis=0)
+    kept = tl.where(steps <= accepted, target, -1)
+
+    slot = tl.load(slots + row)
+    seq_len = tl.load(seq_len_column + slot * column_stride)
+    active = tl.load(end_column + slot * column_stride) > seq_len
+    num_new = tl.where(active, accepted + 1 - failed, 0)
+    text = tokens + slot * token_stride + seq_len
+    tl.store(text + steps, kept.to(tl.int32), mask=steps < num_new)
+    if num_new > 0:
+        tl.store(seq_len_column + slot * column_stride, seq_len + num_new)
+
+    out = packed + row * (Q + 4)
+    tl.store(out + steps, kept, mask=inside)
+    tl.store(out + Q, num_new.to(tl.int64))
+    tl.store(out + Q + 1, drafted)
+    tl.store(out + Q + 2, accepted.to(tl.int64))
+    tl.store(out + Q + 3, tl.where(active, failed, 0).to(tl.int64))
+    tl.store(num_accepted + row, accepted.to(tl.int64))
+
+
+def accept_and_commit(
+    state: StateTensors, targets: Tensor, finite: Tensor, draft_ids: Tensor, num_drafted: Tensor
+) -> tuple[Tensor, Tensor]:
+    """``accept_greedy``, ``RowState.commit`` and ``PassResult.pack``: packed and num_accepted."""
+    num_reqs, query_len = targets.shape
+    packed = torch.empty(num_reqs, query_len + 4, dtype=torch.int64, device=targets.device)
+    num_accepted = torch.empty_like(num_drafted)
+    _accept_kernel[(num_reqs,)](
+        targets,
+        finite,
+        draft_ids,
+        num_drafted,
+        state.slots,
+        state.tokens,
+        state.seq_len,
+        state.end,
+        packed,
+        num_accepted,
+        state.tokens.stride(0),
+        state.seq_len.stride(0),
+        Q=query_len,
+        BLOCK_Q=triton.next_power_of_2(query_len),
+        num_warps=1,
+        **pdl_options(targets),
+    )
+    return packed, num_accepted
+
+
+@triton.jit(do_not_specialize=["max_len"])
+def _advance_kernel(
+    slots,
+    seq_lens,
+    remaining,
+    max_drafts,
+    num_accepted,
+    draft_len_column,
+    max_len,
+    column_stride,
+    PDL: tl.constexpr,
+):
+    wait_for_inputs(PDL)
+    row = tl.program_id(0)
+    column = draft_len_column + tl.load(slots + row) * column_stride
+    seq_len = tl.load(seq_lens + row)
+    drafts = tl.load(max_drafts + row)
+    fits = (tl.load(remaining + row) > 0) & (seq_len + drafts <= max_len)
+    if fits & (tl.load(column) >= seq_len - 2):
+        fed = tl.maximum(drafts - 1, 0)
+        tl.store(column, seq_len + tl.minimum(tl.load(num_accepted + row), fed))
+
+
+def advance_draft_len(
+    slots: Tensor,
+    seq_lens: Tensor,
+    remaining: Tensor,
+    max_drafts: Tensor,
+    num_accepted: Tensor,
+    draft_len: Tensor,
+    max_len: int,
+) -> None:
+    """``specdec.verifier.passes.advance_draft_len``; all [R] but the column ``draft_len`` [S]."""
+    _advance_kernel[slots.shape](
+        slots,
+        seq_lens,
+        remaining,
+        max_drafts,
+        num_accepted,
+        draft_len,
+        max_len,
+        draft_len.stride(0),
+        num_warps=1,
+        **pdl_options(slots),
+    )

@@ -1,0 +1,164 @@
+"""Structured output: texts that follow a JSON schema, a regular expression or a grammar.
+
+xgrammar compiles the format and tells which tokens may follow; the verify rows of a step get one
+mask each, for the row's own prefix.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tokenizers
+
+from specdec.tokenizer import Tokenizer
+
+FORMATS = "json_object, json_schema, regex, grammar, choice or text"
+
+
+class GrammarState:
+    """Where one request stands in its format."""
+
+    def __init__(self, compiled: Any, stop_ids: Sequence[int], vocab_size: int) -> None:
+        import xgrammar
+
+        self._matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=list(stop_ids))
+        self._words = -(-vocab_size // 32)
+
+    def masks(self, draft_ids: Sequence[int], width: int) -> tuple[int, np.ndarray]:
+        """How many leading drafts are legal, and what may stand at each verify row.
+
+        Args:
+            draft_ids: proposed tokens; a negative one ends the draft.
+            width: verify rows of the step.
+
+        Returns:
+            The number of legal drafts, and bit masks [width, ceil(V / 32)] int32: row j for the
+            text followed by the first j drafts. Rows past the legal drafts allow everything; they
+            are never read. The state is as before.
+        """
+        masks = np.full((width, self._words), -1, dtype=np.int32)
+        legal = 0
+        for row in range(width):
+            self._matcher.fill_next_token_bitmask(masks, row)
+            if row == len(draft_ids) or draft_ids[row] < 0:
+                break
+            if not _allows(masks[row], draft_ids[row]):
+                break
+            accepted = self._matcher.accept_token(draft_ids[row])
+            assert accepted, draft_ids[row]
+            legal += 1
+            if self._matcher.is_terminated():
+                break
+        if legal:
+            self._matcher.rollback(legal)
+        return legal, masks
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        """The text has these tokens more."""
+        for token in token_ids:
+            accepted = self._matcher.accept_token(token)
+            assert accepted, token
+
+
+class GrammarCompiler:
+    """Compiles formats for one tokenizer; equal formats are compiled once."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        """Raises ValueError where xgrammar is not installed."""
+        try:
+            import xgrammar
+        except ImportError as error:
+            raise ValueError(
+                "response_format needs the package xgrammar: pip install xgrammar"
+            ) from error
+        self._vocab_size = vocab_size
+        info = xgrammar.TokenizerInfo(
+            _strings(tokenizer, vocab_size, eos_ids),
+            vocab_type=_vocab_type(tokenizer),
+            vocab_size=vocab_size,
+            stop_token_ids=list(eos_ids),
+        )
+        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1)
+        self._eos_ids = tuple(eos_ids)
+
+    def start(self, response_format: Mapping[str, Any]) -> GrammarState:
+        """The start of a text in this format. Raises ValueError naming what is wrong with it."""
+        try:
+            compiled = self._compile(response_format)
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"response_format: {error}") from error
+        return GrammarState(compiled, self._eos_ids, self._vocab_size)
+
+    def _compile(self, response_format: Mapping[str, Any]) -> Any:
+        kind = response_format["type"]
+        if kind == "json_object":
+            return self._compiler.compile_builtin_json_grammar()
+        if kind == "json_schema":
+            schema = response_format["json_schema"]
+            # Free white space lets a weak model write nothing else until its length ends.
+            return self._compiler.compile_json_schema(
+                schema.get("schema", schema), any_whitespace=False
+            )
+        if kind == "regex":
+            return self._compiler.compile_regex(response_format["regex"])
+        if kind == "choice":
+            words = " | ".join(_quoted(word) for word in response_format["choice"])
+            return self._compiler.compile_grammar(f"root ::= {words}")
+        return self._compiler.compile_grammar(response_format["grammar"])
+
+
+def check_format(response_format: object) -> Mapping[str, Any] | None:
+    """The format, or None for plain text. Raises TypeError or ValueError naming the field."""
+    if response_format is None:
+        return None
+    if not isinstance(response_format, Mapping) or "type" not in response_format:
+        raise TypeError(f"response_format must be a mapping with a type, got {response_format!r}")
+    kind = response_format["type"]
+    wanted: dict[str, type] = {
+        "json_schema": Mapping,  # type: ignore[type-abstract]
+        "regex": str,
+        "grammar": str,
+        "choice": Sequence,  # type: ignore[type-abstract]
+    }
+    if kind == "text":
+        return None
+    if kind != "json_object" and kind not in wanted:
+        raise ValueError(f"response_format: type must be one of {FORMATS}, got {kind!r}")
+    if kind in wanted and not isinstance(response_format.get(kind), wanted[kind]):
+        raise ValueError(
+            f"response_format: type {kind!r} needs {kind!r}, got {response_format.get(kind)!r}"
+        )
+    if kind == "choice":
+        words = response_format["choice"]
+        if not words or not all(isinstance(word, str) and word for word in words):
+            raise ValueError("response_format: choice must be a list of strings that are not empty")
+    return response_format
+
+
+def _allows(mask: np.ndarray, token: int) -> bool:
+    return token // 32 < len(mask) and bool((int(mask[token // 32]) >> (token % 32)) & 1)
+
+
+def _quoted(word: str) -> str:
+    escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'
+
+
+def _strings(tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> list[str]:
+    """The vocabulary; tokens that are no text (special, end of sequence) are empty."""
+    special = set(eos_ids)
+    for token_id, token in tokenizer.backend.get_added_tokens_decoder().items():
+        if token.special:
+            special.add(token_id)
+    known = tokenizer.strings[:vocab_size]
+    return ["" if s is None or i in special else s for i, s in enumerate(known)]
+
+
+def _vocab_type(tokenizer: Tokenizer) -> Any:
+    import xgrammar
+
+    if isinstance(tokenizer.backend.decoder, tokenizers.decoders.ByteLevel):
+        return xgrammar.VocabType.BYTE_LEVEL
+    if "<0x0A>" in tokenizer.backend.get_vocab():
+        return xgrammar.VocabType.BYTE_FALLBACK
+    return xgrammar.VocabType.RAW

@@ -1,0 +1,301 @@
+"""The graphs of one engine: what each pass runs, which graphs exist, and how they are captured."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from specdec.drafters.base import Draft
+from specdec.outputs import StepRecord
+from specdec.verifier.batch import PassResult
+from specdec.verifier.capture import CaptureError
+from specdec.verifier.context import set_forward_context
+from specdec.verifier.dispatcher import CudagraphDispatcher
+from specdec.verifier.flat_model import FlatModel
+from specdec.verifier.graph import CUDAGraphWrapper, GraphPool, GraphRow
+from specdec.verifier.modes import BatchDescriptor, CUDAGraphMode, GraphKey
+from specdec.verifier.planner import KeyGroup, keys_that_fit
+
+logger = logging.getLogger(__name__)
+
+FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
+
+PassOutput = PassResult | Draft | Tensor
+
+
+@dataclass(eq=False, slots=True)
+class UniformPass:
+    """One kind of uniform pass: what it runs, its graphs, and which of them exist."""
+
+    role: str
+    run: Callable[[int, int, bool, bool], PassOutput]  # num_reqs, k, sampled, has_lora
+    wrapper: CUDAGraphWrapper
+    dispatcher: CudagraphDispatcher
+    reads_adapters: bool  # else it runs as for base rows, whatever rows are in the batch
+    at_start: bool  # its greedy graphs are captured before the first request
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """One graph to capture: of a pass, or (``of`` None) of the model over flattened batches."""
+
+    of: UniformPass | None
+    mode: CUDAGraphMode
+    descriptor: BatchDescriptor
+
+    def __str__(self) -> str:
+        role = "target" if self.of is None else self.of.role
+        shape = self.descriptor
+        return f"{role} {self.mode} of {shape.num_tokens} tokens, {shape.num_reqs} requests"
+
+
+class Progress(Protocol):
+    """Follows the captures of an engine's start-up."""
+
+    def __call__(self, done: int, total: int, name: str) -> None: ...
+
+
+class EngineGraphs:
+    """Captures the graphs of an engine, and runs each batch on the one that fits it."""
+
+    def __init__(
+        self,
+        *,
+        pool: GraphPool,
+        flat: FlatModel,
+        dispatcher: CudagraphDispatcher,
+        park: Callable[[], Callable[[], None]],
+        memory_limit: int | None = None,
+        debug: bool = False,
+        verify_state: Sequence[Tensor] | None = None,
+    ) -> None:
+        """
+        dispatcher: of the decode pass and of flattened batches.
+        park: makes every batch row one of padding, and returns what puts the rows back.
+        memory_limit: bytes that start-up captures may take; None is what the device has free.
+        verify_state: what the passes both read and write; each graph's first replay is compared.
+        """
+        self.pool = pool
+        self.flat = flat
+        self.dispatcher = dispatcher
+        self.passes: list[UniformPass] = []
+        self._park = park
+        self._memory_limit = memory_limit
+        self._debug = debug
+        self._verify_state = verify_state
+
+    def add_pass(
+        self,
+        role: str,
+        run: Callable[[int, int, bool, bool], PassOutput],
+        dispatcher: CudagraphDispatcher,
+        *,
+        reads_adapters: bool = True,
+        at_start: bool = True,
+    ) -> UniformPass:
+        wrapper = CUDAGraphWrapper(
+            run,
+            FULL,
+            role=role,
+            pool=self.pool,
+            debug=self._debug,
+            verify_state=self._verify_state,
+        )
+        added = UniformPass(role, run, wrapper, dispatcher, reads_adapters, at_start)
+        self.passes.append(added)
+        return added
+
+    # -- running ----------------------------------------------------------------------------------
+
+    def run(
+        self,
+        each: UniformPass,
+        num_reqs: int,
+        k: int,
+        *,
+        sampled: bool,
+        has_lora: bool,
+    ) -> tuple[PassOutput, StepRecord]:
+        """Run a uniform batch, padded to its graph where there is one, and say which it took."""
+        has_lora = has_lora and each.reads_adapters
+        live = BatchDescriptor(num_reqs * (1 + k), num_reqs, True, has_lora)
+        variant = "sampled" if sampled else "greedy"
+        mode, padded = self._dispatch(each, live, variant)
+        whole = mode is FULL and padded.uniform
+        with set_forward_context(
+            cudagraph_runtime_mode=mode, batch_descriptor=padded, variant=variant
+        ):
+            if whole:
+                result = each.wrapper(padded.num_reqs, k, sampled, has_lora)
+            else:
+                # Only the model may be in a graph: of a flattened batch, or in pieces.
+                result = each.run(num_reqs, k, sampled, has_lora)
+        reason = None if mode is FULL else self.explain(live, each.dispatcher)
+        return result, StepRecord(mode.name, padded, num_reqs, live.num_tokens, k, reason)
+
+    def dispatch_flat(self, batch: BatchDescriptor) -> tuple[CUDAGraphMode, BatchDescriptor]:
+        """The mode and padded shape of a flattened batch, whose graph exists afterwards."""
+        assert not batch.uniform
+        return self._dispatch(None, batch, "greedy")
+
+    def explain(
+        self, batch: BatchDescriptor, dispatcher: CudagraphDispatcher | None = None
+    ) -> str | None:
+        """Why a batch got no FULL graph."""
+        forbidden = self.flat.model.attention_backend.forbids_full(batch)
+        return forbidden or (dispatcher or self.dispatcher).explain(batch)
+
+    def _dispatch(
+        self,
+        each: UniformPass | None,
+        live: BatchDescriptor,
+        variant: str,
+    ) -> tuple[CUDAGraphMode, BatchDescriptor]:
+        """Dispatch, capturing what is missing; a key whose capture fails is not tried again."""
+        dispatcher = self.dispatcher if each is None else each.dispatcher
+        allow_full = self.flat.model.attention_backend.forbids_full(live) is None
+        while True:
+            mode, padded = dispatcher.dispatch(live, allow_full=allow_full)
+            if mode is NONE:
+                return mode, padded
+            of = each if padded.uniform else None
+            key = _Key(of, mode, padded)
+            if self._has_graph(key, variant) or self._capture(key, variant):
+                return mode, padded
+
+    # -- capture ----------------------------------------------------------------------------------
+
+    def capture_all(self, progress: Progress | None = None) -> None:
+        """Capture every greedy key that has no graph yet, largest first, within the limit.
+
+        Raises ValueError where the widest graphs alone are over the limit.
+        """
+        keys = self._missing()
+        groups = _groups(keys)
+        done = 0
+
+        def capture(key: _Key) -> int:
+            nonlocal done
+            if progress is not None:
+                progress(done, len(keys), str(key))
+            done += 1
+            before = self._num_bytes(key)
+            self._capture(key, "greedy")
+            return self._num_bytes(key) - before
+
+        with self.pool.capture_window():
+            limit = self._limit()
+            for group in groups:
+                group.probed = [capture(key) for key in group.probes]
+            for group, kept in zip(groups, keys_that_fit(groups, limit), strict=True):
+                for key in group.rest:
+                    if key in kept:
+                        capture(key)
+                    else:
+                        self._remove(key, f"graph_memory_limit {limit} has no room for {key}")
+        if progress is not None:
+            progress(len(keys), len(keys), "done")
+
+    def enable_lora(self) -> None:
+        """From now on batches with adapters have graphs of their own, beside those without."""
+        own = {id(each.dispatcher): each.dispatcher for each in self.passes if each.reads_adapters}
+        for dispatcher in own.values():
+            dispatcher.add_lora_keys()
+
+    def table(self) -> list[GraphRow]:
+        return self.flat.table() + [row for each in self.passes for row in each.wrapper.table()]
+
+    def clear(self) -> None:
+        self.flat.clear()
+        for each in self.passes:
+            each.wrapper.clear()
+
+    def _missing(self) -> list[_Key]:
+        """Keys to capture at start-up: PIECEWISE before FULL, largest first."""
+        mixed = self.dispatcher.capture_list() if self.pool.device.type == "cuda" else []
+        keys = [_Key(None, mode, shape) for mode, shape in mixed if not shape.uniform]
+        keys += [
+            _Key(each, mode, shape)
+            for each in self.passes
+            if each.at_start
+            for mode, shape in each.dispatcher.capture_list()
+            if shape.uniform
+        ]
+        return [key for key in keys if not self._has_graph(key, "greedy")]
+
+    def _limit(self) -> int | None:
+        if self._memory_limit is not None or self.pool.device.type != "cuda":
+            return self._memory_limit
+        # A tenth stays free for what steps allocate outside of graphs.
+        free, _ = torch.cuda.mem_get_info(self.pool.device)
+        return int(0.9 * free)
+
+    def _has_graph(self, key: _Key, variant: str) -> bool:
+        if key.of is None:
+            return self.flat.has_graph(key.mode, key.descriptor)
+        return key.of.wrapper.has_graph(GraphKey(key.of.role, key.descriptor, variant))
+
+    def _num_bytes(self, key: _Key) -> int:
+        table = self.flat.table() if key.of is None else key.of.wrapper.table()
+        return sum(row.num_bytes for row in table)
+
+    def _remove(self, key: _Key, reason: str) -> None:
+        dispatcher = self.dispatcher if key.of is None else key.of.dispatcher
+        dispatcher.remove_key(key.mode, self._dispatcher_key(key, dispatcher), reason)
+
+    @staticmethod
+    def _dispatcher_key(key: _Key, dispatcher: CudagraphDispatcher) -> BatchDescriptor:
+        """A PIECEWISE batch keeps its own number of requests; the dispatcher lists the most."""
+        if key.mode is not PIECEWISE:
+            return key.descriptor
+        num_tokens = key.descriptor.num_tokens
+        return key.descriptor._replace(num_reqs=min(num_tokens, dispatcher.max_num_seqs))
+
+    def _capture(self, key: _Key, variant: str) -> bool:
+        """Capture one key; False where that fails, and then the key is gone."""
+        unpark = self._park()
+        try:
+            with self.pool.capture_window():
+                if key.of is None:
+                    self.flat.capture(key.mode, self._dispatcher_key(key, self.dispatcher))
+                else:
+                    self._capture_pass(key.of, key.descriptor, variant)
+        except (CaptureError, torch.OutOfMemoryError) as error:
+            logger.warning("%s; such batches take the next larger graph, or none", error)
+            self._remove(key, str(error))
+            return False
+        finally:
+            unpark()
+        return True
+
+    def _capture_pass(self, each: UniformPass, descriptor: BatchDescriptor, variant: str) -> None:
+        """Run a batch of padding once eagerly, so that all first uses are over, then capture it."""
+        k, sampled = descriptor.query_len - 1, variant == "sampled"
+        arguments = (descriptor.num_reqs, k, sampled, descriptor.has_lora)
+        for mode in (NONE, FULL):
+            with (
+                self.pool.stream(),
+                set_forward_context(
+                    cudagraph_runtime_mode=mode, batch_descriptor=descriptor, variant=variant
+                ),
+            ):
+                each.wrapper(*arguments)
+
+
+def _groups(keys: Sequence[_Key]) -> list[KeyGroup[_Key]]:
+    """Keys that take memory alike: of one pass, query length and kind of adapters."""
+    groups: dict[tuple, list[_Key]] = {}
+    for key in keys:
+        shape = key.descriptor
+        query_len = shape.query_len if shape.uniform else 0
+        role = "" if key.of is None else key.of.role
+        groups.setdefault((role, key.mode, query_len, shape.has_lora), []).append(key)
+    return [KeyGroup(group) for group in groups.values()]
+
+
+def uniform_only(mode: CUDAGraphMode) -> CUDAGraphMode:
+    """The mode of a pass that no flattened batch takes."""
+    return CUDAGraphMode.FULL_DECODE_ONLY if mode.decode_mode() is FULL else NONE

@@ -1,0 +1,107 @@
+"""Low-rank deltas of mixed adapters against their plain-PyTorch twins."""
+
+import pytest
+import torch
+
+from specdec.kernels import (
+    linear_triton,
+    lora,
+    lora_embedding_triton,
+    lora_linear_triton,
+    lora_triton,
+)
+
+
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def stacks(num_slots, rank, depth, parts):
+    """Slots that lie apart in memory, with NaN between them; the last slot is all NaN."""
+    a_size, b_size = len(parts) * rank * depth, sum(parts) * rank
+    flat = torch.full((num_slots, a_size + b_size + 7), torch.nan)
+    a = flat[:, :a_size].view(num_slots, len(parts) * rank, depth)
+    b = flat[:, a_size : a_size + b_size].view(num_slots, sum(parts), rank)
+    a[:-1].copy_(randn(num_slots - 1, *a.shape[1:], seed=1))
+    b[:-1].copy_(randn(num_slots - 1, *b.shape[1:], seed=2))
+    return a, b
+
+
+@pytest.mark.parametrize("rank", [1, 20])
+@pytest.mark.parametrize(
+    ("depth", "parts"), [(64, (63,)), (75, (70, 33)), (640, (96, 20, 21)), (2304, (40,))]
+)
+@pytest.mark.parametrize("num_rows", [1, 20])
+def test_deltas(num_rows, depth, parts, rank) -> None:
+    a, b = stacks(5, rank, depth, parts)
+    x, out = randn(num_rows, depth, seed=3), randn(num_rows, sum(parts), seed=4)
+    slots = torch.tensor([3, 3, -1, 0, 2, 2, 1, -1])[torch.arange(num_rows) // 2 % 8]
+    before = out.clone()
+    wanted = lora.lora_delta_reference(out.clone(), x, a, b, slots, parts)
+    result = lora_triton.lora_delta_(out, x, a, b, slots.int(), parts)
+    torch.testing.assert_close(result, wanted, rtol=1e-5, atol=1e-3)
+    assert torch.equal(result[slots < 0], before[slots < 0])
+    assert result is out and bool((result[slots >= 0] != before[slots >= 0]).any(1).all())
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    """Other rows, other adapters beside it, and another tile height: the same bits."""
+    a, b = stacks(5, 8, 300, (50, 30))
+    x, out = randn(520, 300, seed=3), randn(520, 80, seed=4)
+    slots = torch.arange(520) // 3 % 5 - 1
+    wide = lora_triton.lora_delta_(out.clone(), x, a, b, slots, (50, 30))
+    for first, count in ((0, 1), (7, 5), (30, 20)):
+        rows = slice(first, first + count)
+        few = lora_triton.lora_delta_(out[rows].clone(), x[rows], a, b, slots[rows], (50, 30))
+        assert torch.equal(few, wide[rows])
+
+
+def test_input_rows_may_lie_apart() -> None:
+    a, b = stacks(3, 4, 64, (48,))
+    wide, out = randn(5, 200), randn(5, 48, seed=4)
+    slots = torch.tensor([0, 1, -1, 1, 0])
+    wanted = lora.lora_delta_reference(out.clone(), wide[:, 7:71], a, b, slots)
+    result = lora_triton.lora_delta_(out, wide[:, 7:71], a, b, slots)
+    torch.testing.assert_close(result, wanted, rtol=1e-5, atol=1e-4)
+
+
+def test_embeddings() -> None:
+    a, b = randn(3, 40, 6, seed=1), randn(3, 70, 6, seed=2)
+    a[1] = b[1] = torch.nan
+    out, ids = randn(7, 70, seed=3), torch.tensor([0, 39, 5, 5, 7, 8, 1])
+    slots = torch.tensor([0, 2, -1, 0, 2, -1, 0])
+    wanted = lora.lora_embedding_reference(out.clone(), ids, a, b, slots)
+    before = out.clone()
+    result = lora_embedding_triton.lora_embedding_(out, ids, a, b, slots)
+    torch.testing.assert_close(result, wanted, rtol=1e-5, atol=1e-5)
+    assert torch.equal(result[slots < 0], before[slots < 0])
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("num_rows", [5, 20])
+def test_product_and_deltas_in_one_launch(num_rows, biased) -> None:
+    """The bits of the product and then the deltas; base rows have the product's."""
+    parts = (70, 33, 20)
+    a, b = stacks(4, 8, 333, parts)
+    x, weight = randn(num_rows, 333, seed=3), randn(sum(parts), 333, seed=4)
+    bias = randn(sum(parts), seed=5) if biased else None
+    slots = torch.tensor([2, -1, 0, 0, 1])[torch.arange(num_rows) % 5]
+    product = linear_triton.linear(x, weight, bias)
+    wanted = lora_triton.lora_delta_(product.clone(), x, a, b, slots, parts)
+    result = lora_linear_triton.lora_linear(x, weight, bias, a, b, slots, parts)
+    assert torch.equal(result, wanted)
+    assert torch.equal(result[slots < 0], product[slots < 0])
+    plain = lora.lora_linear_reference(x, weight, bias, a, b, slots, parts)
+    torch.testing.assert_close(result, plain, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("num_rows", [5, 20])
+def test_gate_and_up(num_rows) -> None:
+    a, b = stacks(4, 8, 75, (63, 63))
+    x, weight = 0.1 * randn(num_rows, 75, seed=3), randn(126, 75, seed=4)
+    slots = torch.tensor([2, -1, 0, 0, 1])[torch.arange(num_rows) % 5]
+    result = lora_linear_triton.lora_linear_silu_mul(x, weight, a, b, slots)
+    plain = lora.lora_linear_silu_mul_reference(x, weight, a, b, slots)
+    torch.testing.assert_close(result, plain, rtol=1e-4, atol=1e-4)
+    base = linear_triton.linear_silu_mul(x, weight)
+    assert torch.equal(result[slots < 0], base[slots < 0])

@@ -1,0 +1,126 @@
+"""Structured output: in the language, the same with and without drafts, and nobody else changed."""
+
+import json
+import re
+
+import pytest
+from harness import assert_no_leak, cpu_engine, greedy
+from tiny import blended, make_tiny, negated
+
+pytest.importorskip("xgrammar")
+
+LANGUAGE = {"type": "regex", "regex": "[ab]{3,9}c"}
+SCHEMA = {
+    "type": "json_schema",
+    "json_schema": {
+        "name": "pair",
+        "schema": {
+            "type": "object",
+            "properties": {"a": {"type": "boolean"}, "b": {"enum": ["x", "yy"]}},
+            "required": ["a", "b"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def spelled(tmp_path_factory):
+    """Byte tokens, so that every text can be spelled, and an EOS of its own."""
+    root = tmp_path_factory.mktemp("spelled")
+    target = make_tiny(root / "target", seed=2, vocab=264, tokenizer="bytes", eos=[257])
+    return {
+        "target": str(target),
+        "negated": str(negated(target, root / "negated")),
+        "blend": str(blended(target, root / "blend", 0.2)),
+        "same": str(target),
+    }
+
+
+def run(spelled, draft, params, *, k=4, **options):
+    with cpu_engine(
+        spelled["target"], spelled.get(draft, draft), k, max_model_len=128, **options
+    ) as engine:
+        outs = engine.generate(["abab", "go: ", "x"], params)
+        assert_no_leak(engine)
+        engine.check_integrity()
+        return outs, engine.recent_steps(1000), engine.stats()
+
+
+@pytest.mark.parametrize("draft", ["same", "negated", "blend", "ngram", "layer_skip:1"])
+@pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "NONE"])
+def test_text_is_in_the_language_and_does_not_depend_on_the_drafter(spelled, draft, mode):
+    """C53: illegal drafts are cut, the mask is of the row's own prefix, EOS follows the last c."""
+    params = [
+        greedy(40, response_format=LANGUAGE),
+        greedy(40, response_format=SCHEMA),
+        greedy(110, ignore_eos=True),
+    ]
+    plain, _, _ = run(spelled, None, params)
+    outs, records, _ = run(spelled, draft, params, cudagraph_mode=mode)
+    assert [out.token_ids for out in outs] == [out.token_ids for out in plain]
+    assert re.fullmatch(LANGUAGE["regex"], outs[0].text) and outs[0].finish_reason == "stop"
+    assert set(json.loads(outs[1].text)) == {"a", "b"} and outs[1].finish_reason == "stop"
+    split = [record for record in records if "response_format" in (record.reason or "")]
+    assert split and {record.mode for record in split} == ({"NONE"} if mode == "NONE" else {"FULL"})
+    # The batch goes back to the whole step when no such row is left.
+    assert records[-1].reason is None or mode == "NONE" or draft == "same"
+
+
+def test_drafts_are_accepted_inside_a_format(spelled):
+    params = greedy(40, response_format={"type": "regex", "regex": "(ab){15}"})
+    outs, _, _ = run(spelled, "ngram", params)
+    assert [out.text for out in outs] == ["ab" * 15] * 3
+    assert sum(out.stats.accepted for out in outs) > 30
+    for out in outs:
+        for drafted, accepted in zip(
+            out.stats.drafted_per_step, out.stats.accepted_per_step, strict=True
+        ):
+            assert accepted <= drafted <= 4
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_sampled_text_follows_the_format(spelled, seed):
+    params = greedy(60, response_format=SCHEMA, temperature=1.5, seed=seed)
+    plain, _, _ = run(spelled, None, params)
+    outs, _, _ = run(spelled, "blend", params)
+    assert [out.token_ids for out in outs] == [out.token_ids for out in plain]
+    for out in outs:
+        json.loads(out.text)
+
+
+def test_a_preempted_row_takes_up_its_format_again(spelled):
+    """A pool that cannot hold the three rows to their ends."""
+    params = greedy(40, response_format={"type": "regex", "regex": "[ab]{30}c"})
+    plain, _, _ = run(spelled, None, params)
+    outs, _, stats = run(spelled, "blend", params, num_kv_blocks=16)
+    assert stats.preemptions > 0
+    assert [out.token_ids for out in outs] == [out.token_ids for out in plain]
+
+
+@pytest.mark.parametrize(
+    "response_format",
+    [
+        {"type": "xml"},
+        {"type": "regex"},
+        {"type": "regex", "regex": "("},
+        {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}},
+        {"type": "choice", "choice": []},
+        {"type": "grammar", "grammar": "not a grammar"},
+        "json",
+    ],
+)
+def test_a_bad_format_is_refused_by_name(spelled, response_format):
+    with cpu_engine(spelled["target"], None, max_model_len=64) as engine:
+        with pytest.raises((ValueError, TypeError), match="response_format"):
+            engine.generate("a", greedy(8, response_format=response_format))
+        assert engine.generate("a", greedy(8)).token_ids
+
+
+def test_choice_and_grammar(spelled):
+    with cpu_engine(spelled["target"], "ngram", max_model_len=64) as engine:
+        choice = {"type": "choice", "choice": ['say "no"', "yes"]}
+        grammar = {"type": "grammar", "grammar": 'root ::= "<" [0-9]+ ">"'}
+        assert engine.generate("a", greedy(20, response_format=choice)).text in choice["choice"]
+        text = engine.generate("a", greedy(40, response_format=grammar)).text
+        assert text.startswith("<") and set(text[1:].rstrip(">")) <= set("0123456789")

@@ -1,0 +1,133 @@
+"""A layer's attention in two forms: called directly, or as one operator that a trace can split at.
+
+Shape letters: T tokens, H query heads, G key/value heads, D head size.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from specdec.kernels.qkv import qkv_rope_write_kv
+from specdec.kernels.rope import rope_write_kv
+from specdec.verifier.attention.base import AttentionBackend, AttentionMetadata
+from specdec.verifier.context import get_forward_context
+from specdec.verifier.kv_cache import KVCache
+
+OPAQUE_ATTENTION = "specdec::attention"
+
+
+class LayerAttention(Protocol):
+    """Rotates, writes keys and values to the cache of one layer, and attends over it."""
+
+    def __call__(
+        self,
+        query: Tensor,  # [T, H, D]
+        key: Tensor,  # [T, G, D]
+        value: Tensor,  # [T, G, D]
+        positions: Tensor,  # [T] int64
+        cos_sin: Tensor,
+        layer: int,
+        scale: float,
+    ) -> Tensor:
+        """[T, H, D]"""
+
+
+@dataclass(frozen=True, slots=True)
+class PagedAttention:
+    """Attention of one batch, called directly: every value of the step is a tensor argument."""
+
+    backend: AttentionBackend
+    kv_cache: KVCache
+    metadata: AttentionMetadata
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        layer: int,
+        scale: float,
+    ) -> Tensor:
+        keys, values = self.kv_cache.keys[layer], self.kv_cache.values[layer]
+        slots = self.metadata.slot_mapping
+        query = rope_write_kv(query, key, value, cos_sin, positions, keys, values, slots)
+        return self.backend.forward(query, keys, values, self.metadata, scale)
+
+    def project(
+        self,
+        x: Tensor,  # [T, hidden]
+        weight: Tensor,
+        bias: Tensor | None,
+        positions: Tensor,
+        cos_sin: Tensor,
+        layer: int,
+        scale: float,
+        next_weight: Tensor | None = None,
+    ) -> Tensor:
+        """The same from the projection's input on, where nothing stands between the two."""
+        keys, values = self.kv_cache.keys[layer], self.kv_cache.values[layer]
+        slots = self.metadata.slot_mapping
+        query = qkv_rope_write_kv(x, weight, bias, cos_sin, positions, keys, values, slots)
+        return self.backend.forward(query, keys, values, self.metadata, scale, next_weight)
+
+
+@dataclass(frozen=True, slots=True)
+class OpaqueAttention:
+    """The same as a call of ``torch.ops.specdec.attention``: what a trace of a model sees.
+
+    All layers share ``out`` [T, H, D]: a layer's result is read before the next layer attends. It
+    is an input of the pass, so that each piece of a model finds it at a fixed address.
+    """
+
+    out: Tensor
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        layer: int,
+        scale: float,
+    ) -> Tensor:
+        torch.ops.specdec.attention(query, key, value, self.out, positions, cos_sin, layer, scale)
+        return self.out
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    layer: int,
+    scale: float,
+) -> None:
+    """Takes the batch from the forward context. Rows of ``out`` past its tokens are left alone.
+
+    No step-varying value is an argument, so a graph must not hold this operator: inside one
+    ``PagedAttention`` is called.
+    """
+    context = get_forward_context()
+    if context.attn_metadata is None:
+        raise RuntimeError("torch.ops.specdec.attention: the forward context has no attn_metadata")
+    attend = PagedAttention(context.attn_backend, context.kv_cache, context.attn_metadata)
+    live = context.attn_metadata.slot_mapping.shape[0]
+    out[:live] = attend(
+        query[:live], key[:live], value[:live], positions[:live], cos_sin, layer, scale
+    )
+
+
+_library = torch.library.Library("specdec", "FRAGMENT")
+_library.define(
+    "attention(Tensor query, Tensor key, Tensor value, Tensor(a!) out, Tensor positions, "
+    "Tensor cos_sin, int layer, float scale) -> ()"
+)
+_library.impl("attention", _attention, "CompositeExplicitAutograd")
+_library.impl("attention", lambda *_: None, "Meta")

@@ -1,0 +1,143 @@
+"""How the pieces of a model run: as they were traced, or compiled by Inductor.
+
+Kernels stay opaque (``kernel_ops.py``), so both give the same bits. ``inductor.py`` holds what
+needs Inductor and is imported where a piece is compiled.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.verifier.attention.op import OPAQUE_ATTENTION
+from specdec.verifier.kernel_ops import KERNEL_OPS
+from specdec.verifier.models.llama import CausalLM
+from specdec.verifier.split import SplitModel, split, trace_model
+
+logger = logging.getLogger(__name__)
+
+BACKENDS = ("auto", "eager", "inductor")
+PieceFunction = Callable[..., tuple[Tensor, ...]]
+
+NO_COMPILATION, STOCK_TORCH_COMPILE, DYNAMO_TRACE_ONCE, PIECEWISE_COMPILE = range(4)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompilationConfig:
+    """The compilation settings in vLLM's form. A bad value raises ValueError naming it.
+
+    Attributes:
+        mode: 0 compiles nothing: the pieces of a PIECEWISE graph run as they were traced. 3
+            compiles each distinct piece. 1 and 2 compile the same and keep no PIECEWISE graphs,
+            as in vLLM. Default: 3 where another field asks for compilation, else 0.
+        backend: "inductor", "eager" (the traced pieces themselves), or "auto": inductor on a GPU.
+        splitting_ops: operators that stand between the pieces of PIECEWISE graphs. A list without
+            "specdec::attention" has none of them.
+        compile_sizes: numbers of tokens that get a piece of static shape, tuned.
+        use_inductor_graph_partition: not supported; the model is always cut before Inductor.
+        cache_dir: where compiled pieces are kept. Default: SPECDEC_CACHE_DIR, or
+            ~/.cache/specdec/compile. The folder may be copied to another machine.
+    """
+
+    mode: int | None = None
+    backend: str = "auto"
+    splitting_ops: Sequence[str] | None = None
+    compile_sizes: Sequence[int] = ()
+    use_inductor_graph_partition: bool = False
+    cache_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode is not None and (type(self.mode) is not int or self.mode not in range(4)):
+            raise ValueError(f"compilation_config: mode must be 0, 1, 2 or 3, not {self.mode!r}")
+        if self.backend not in BACKENDS:
+            raise ValueError(
+                f"compilation_config: backend must be one of {', '.join(BACKENDS)}, "
+                f"not {self.backend!r}"
+            )
+        if any(type(size) is not int or size < 1 for size in self.compile_sizes):
+            raise ValueError(
+                f"compilation_config: compile_sizes must be positive integers, "
+                f"not {list(self.compile_sizes)}"
+            )
+        if self.mode == NO_COMPILATION and self._asks_for_compilation:
+            raise ValueError(
+                "compilation_config: mode 0 compiles nothing, but backend or compile_sizes asks "
+                "for it; use mode 3"
+            )
+        known = {op._schema.name for op in KERNEL_OPS.values()} | {OPAQUE_ATTENTION}
+        unknown = sorted(set(self.split_at) - known)
+        if unknown:
+            raise ValueError(
+                f"compilation_config: splitting_ops {', '.join(unknown)} not known; "
+                f"the model's operators are {', '.join(sorted(known))}"
+            )
+        if self.use_inductor_graph_partition:
+            raise ValueError(
+                "compilation_config: use_inductor_graph_partition is not supported; "
+                "the model is cut at splitting_ops before Inductor sees it"
+            )
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any]) -> "CompilationConfig":
+        """The config of these keys, all of which must be fields."""
+        return cls(**values)
+
+    @classmethod
+    def keys(cls) -> tuple[str, ...]:
+        return tuple(field.name for field in fields(cls))
+
+    @property
+    def _asks_for_compilation(self) -> bool:
+        return self.backend != "auto" or bool(self.compile_sizes)
+
+    @property
+    def level(self) -> int:
+        """``mode``, decided."""
+        if self.mode is not None:
+            return self.mode
+        return PIECEWISE_COMPILE if self._asks_for_compilation else NO_COMPILATION
+
+    @property
+    def is_compiled(self) -> bool:
+        """Every batch goes through the pieces, not those of PIECEWISE graphs alone."""
+        return self.level != NO_COMPILATION
+
+    @property
+    def split_at(self) -> frozenset[str]:
+        """Where the model is cut, "namespace::name". Compiled code never holds attention."""
+        listed = frozenset(name.replace(".", "::") for name in self.splitting_ops or ())
+        return listed | {OPAQUE_ATTENTION}
+
+    @property
+    def no_piecewise(self) -> str | None:
+        """Why there are no PIECEWISE graphs under these settings, or None where there are."""
+        if self.level in (STOCK_TORCH_COMPILE, DYNAMO_TRACE_ONCE):
+            return f"compilation mode {self.level} keeps no graphs of pieces"
+        names = {OPAQUE_ATTENTION, OPAQUE_ATTENTION.replace("::", ".")}
+        if self.splitting_ops is not None and names.isdisjoint(self.splitting_ops):
+            return f"splitting_ops do not hold {OPAQUE_ATTENTION}"
+        return None
+
+    def backend_on(self, device: torch.device) -> str:
+        if self.level == NO_COMPILATION:
+            return "eager"
+        if self.backend != "auto":
+            return self.backend
+        return "inductor" if device.type == "cuda" else "eager"
+
+
+def compile_pieces(
+    model: CausalLM, config: CompilationConfig
+) -> tuple[SplitModel, list[PieceFunction]]:
+    """The model's pass as a chain, and the function that runs each of its distinct pieces."""
+    chain = split(trace_model(model), model, config.split_at)
+    if config.backend_on(model.device) == "eager":
+        if config.compile_sizes:
+            logger.warning("compile_sizes are not used: backend eager compiles nothing")
+        return chain, [piece.module for piece in chain.pieces]
+    from specdec.verifier.inductor import compile_chain
+
+    return chain, compile_chain(model, chain, config)

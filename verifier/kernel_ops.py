@@ -1,0 +1,66 @@
+"""The kernels as operators, so that a compiler sees a kernel's name and shapes, never its inside.
+
+A kernel's order of additions and rounding points are what makes a row the same in every batch; a
+compiler that fused them anew would move bits. Only compiled pieces call these operators: the model
+calls the functions themselves. Shape letters: T token rows, N output features.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from specdec.kernels.activation import silu_mul
+from specdec.kernels.linear import linear, linear_add, linear_silu_mul
+from specdec.kernels.norm import add_rms_norm, rms_norm
+
+_library = torch.library.Library("specdec", "FRAGMENT")
+
+
+def _rows_by(x: Tensor, features: int, dtype: torch.dtype | None = None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], features), dtype=dtype or x.dtype)
+
+
+def _register(schema: str, kernel: Callable[..., Any], shape: Callable[..., Any]) -> OpOverload:
+    name = schema.partition("(")[0]
+    _library.define(schema, tags=(torch.Tag.needs_exact_strides,))
+    _library.impl(name, kernel, "CompositeExplicitAutograd")
+    _library.impl(name, shape, "Meta")
+    return getattr(torch.ops.specdec, name).default
+
+
+KERNEL_OPS: dict[Callable[..., Any], OpOverload] = {
+    linear: _register(
+        "linear(Tensor x, Tensor weight, Tensor? bias=None, ScalarType? out_dtype=None) -> Tensor",
+        linear,
+        lambda x, weight, bias=None, out_dtype=None: _rows_by(x, weight.shape[0], out_dtype),
+    ),
+    linear_add: _register(
+        "linear_add(Tensor x, Tensor weight, Tensor residual) -> Tensor",
+        linear_add,
+        lambda x, weight, residual: _rows_by(x, weight.shape[0]),
+    ),
+    linear_silu_mul: _register(
+        "linear_silu_mul(Tensor x, Tensor weight) -> Tensor",
+        linear_silu_mul,
+        lambda x, weight: _rows_by(x, weight.shape[0] // 2),
+    ),
+    rms_norm: _register(
+        "rms_norm(Tensor x, Tensor weight, float eps, Tensor? next_weight=None) -> Tensor",
+        rms_norm,
+        lambda x, weight, eps, next_weight=None: x.new_empty(x.shape),
+    ),
+    add_rms_norm: _register(
+        "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, "
+        "Tensor? next_weight=None) -> (Tensor, Tensor)",
+        add_rms_norm,
+        lambda x, residual, *_: (x.new_empty(x.shape), x.new_empty(x.shape)),
+    ),
+    silu_mul: _register(
+        "silu_mul(Tensor gate_up) -> Tensor",
+        silu_mul,
+        lambda gate_up: _rows_by(gate_up, gate_up.shape[-1] // 2),
+    ),
+}
