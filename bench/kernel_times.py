@@ -197,22 +197,19 @@ class Step:
 
     def run(self) -> Tensor:
         residual = self.hidden
-        following = [layer["qkv"] for layer in self.layers[1:]] + [self.head]
-        normed = norm.rms_norm(residual, self.scale, 1e-5, self.layers[0]["qkv"])
-        for index, (layer, after) in enumerate(zip(self.layers, following, strict=True)):
+        normed = norm.rms_norm(residual, self.scale, 1e-5)
+        for index, layer in enumerate(self.layers):
             caches = self.batch.caches[index]
             query = qkv.qkv_rope_write_kv(
                 normed, layer["qkv"], None, self.table, self.positions, *caches, self.slots
             )
             _, *rest = self.batch.arguments(index)
-            mixed = attention_triton.paged_attention(
-                query, *rest, next_weight=layer["o"], scratch=self.batch.scratch
-            )
+            mixed = attention_triton.paged_attention(query, *rest, scratch=self.batch.scratch)
             out = linear.linear(mixed.flatten(1), layer["o"])
-            normed, residual = norm.add_rms_norm(out, residual, self.scale, 1e-5, layer["gate_up"])
+            normed, residual = norm.add_rms_norm(out, residual, self.scale, 1e-5)
             gated = linear.linear_silu_mul(normed, layer["gate_up"])
             out = linear.linear(gated, layer["down"])
-            normed, residual = norm.add_rms_norm(out, residual, self.scale, 1e-5, after)
+            normed, residual = norm.add_rms_norm(out, residual, self.scale, 1e-5)
         return linear.linear_argmax(normed, self.head)[0]
 
 

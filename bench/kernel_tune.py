@@ -1,10 +1,12 @@
 """Time candidate configurations of the linear and attention kernels on one GPU.
 
-    python bench/kernel_tune.py linear --out tune.json
+    python bench/kernel_tune.py linear --out tune.json --write
+    python bench/kernel_tune.py linear --out tune.json --models smollm2 --rows 5
     python bench/kernel_tune.py attention --out tune.json
 
 Candidates are compiled by worker processes first (``--jobs``), then timed one by one. Prints the
-best few of each case and the default's time beside them.
+best few of each case and the default's time beside them. ``--write`` puts the tiles of linear
+layers that beat the default by 2% into this GPU's file in ``kernels/tuned``.
 """
 
 import argparse
@@ -22,7 +24,7 @@ import torch
 import triton
 from timing import SHAPES, PagedBatch, Weights, graph_us, randn
 
-from specdec.kernels import attention_triton, linear_triton
+from specdec.kernels import attention_triton, linear_triton, tuning
 from specdec.kernels.tuning import TileConfig
 
 LINEAR_ROWS = (5, 20, 64)
@@ -38,9 +40,9 @@ ATTENTION = [
 ]
 
 
-def linear_cases() -> list[tuple[int, int]]:
+def linear_cases(models: list[str]) -> list[tuple[int, int]]:
     """(outputs, inputs) of every linear layer of the shapes."""
-    return list(dict.fromkeys((n, k) for s in SHAPES.values() for _, n, k in s.linears()))
+    return list(dict.fromkeys((n, k) for name in models for _, n, k in SHAPES[name].linears()))
 
 
 def linear_candidates(features: int, rows: int) -> list[TileConfig]:
@@ -116,8 +118,8 @@ def show(label: str, results: list[dict[str, Any]], default: float) -> dict[str,
     return {"case": label, "default_us": default, "results": results[:12]}
 
 
-def tune_linear(jobs: int) -> list[dict[str, Any]]:
-    cases = [(n, k, rows) for n, k in linear_cases() for rows in LINEAR_ROWS]
+def tune_linear(jobs: int, models: list[str], all_rows: list[int]) -> list[dict[str, Any]]:
+    cases = [(n, k, rows) for n, k in linear_cases(models) for rows in all_rows]
     todo = {
         (rows, config, k % config.block_k == 0)
         for n, k, rows in cases
@@ -126,7 +128,8 @@ def tune_linear(jobs: int) -> list[dict[str, Any]]:
     compile_all(run_linear, jobs, sorted(todo, key=str))
     weights, tables = Weights(), []
     for features, depth, rows in cases:
-        copies = weights.copies(features, depth)[:24]
+        # All copies, so that weights come from memory, as they do in a step.
+        copies = weights.copies(features, depth)
         x = randn(rows, depth)
         results = []
         for config in linear_candidates(features, rows):
@@ -137,8 +140,27 @@ def tune_linear(jobs: int) -> list[dict[str, Any]]:
             if us is not None:
                 results.append(asdict(config) | {"us": us})
         default = graph_us([lambda w=w, x=x: linear_triton.linear(x, w) for w in copies])
-        tables.append(show(f"{features}x{depth} rows {rows}", results, default))
+        table = show(f"{features}x{depth} rows {rows}", results, default)
+        tables.append(table | {"outputs": features, "inputs": depth, "rows": rows})
     return tables
+
+
+def write_tuned(tables: list[dict[str, Any]]) -> None:
+    """Merge the best tiles into the file of this GPU."""
+    device = torch.cuda.get_device_name()
+    file = tuning.tuned_file(device)
+    tiles = dict(tuning.tuned_tiles(device))
+    for table in tables:
+        best = dict(table["results"][0])
+        if best.pop("us") < 0.98 * table["default_us"]:
+            block_m = max(16, 1 << (table["rows"] - 1).bit_length())
+            tiles[table["outputs"], table["inputs"], block_m] = TileConfig(**best)
+    lines = [
+        json.dumps({"outputs": n, "inputs": k, "rows": rows, "tile": asdict(tile)})
+        for (n, k, rows), tile in sorted(tiles.items())
+    ]
+    entries = ",\n  ".join(lines)
+    file.write_text(f'{{\n "gpu": "{device}",\n "linear": [\n  {entries}\n ]\n}}\n')
 
 
 def tune_attention(jobs: int) -> list[dict[str, Any]]:
@@ -166,10 +188,17 @@ def main() -> None:
     parser.add_argument("what", choices=("linear", "attention"))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--jobs", type=int, default=12)
+    parser.add_argument("--models", nargs="+", choices=sorted(SHAPES), default=list(SHAPES))
+    parser.add_argument("--rows", nargs="+", type=int, default=LINEAR_ROWS)
+    parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     begin = time.perf_counter()
-    tune = tune_linear if options.what == "linear" else tune_attention
-    tables = tune(options.jobs)
+    if options.what == "linear":
+        tables = tune_linear(options.jobs, options.models, options.rows)
+        if options.write:
+            write_tuned(tables)
+    else:
+        tables = tune_attention(options.jobs)
     options.out.write_text(json.dumps(tables, indent=1))
     print(f"done after {time.perf_counter() - begin:.0f} s", flush=True)
 

@@ -16,10 +16,8 @@ from torch import Tensor
 from specdec.kernels.attention_mixed import mixed_kernel
 from specdec.kernels.attention_tree import NODE, leaf_size
 from specdec.kernels.attention_uniform import uniform_kernel
-from specdec.kernels.launch import Ahead, pdl_options
+from specdec.kernels.launch import pdl_options
 
-# Weights that idle programs fetch for the next layer: what the memory delivers meanwhile.
-BYTES_AHEAD = 32 << 20
 # Bytes of scratch beyond which long batches are not split over keys.
 MAX_SCRATCH_BYTES = 256 << 20
 
@@ -100,14 +98,12 @@ def paged_attention(
     scale: float,
     uniform: bool,
     *,
-    next_weight: Tensor | None = None,
     scratch: Scratch | None = None,
     config: TileConfig | None = None,
 ) -> Tensor:
     """Triton side of ``specdec.kernels.attention.paged_attention``.
 
     ``scratch`` is kept between calls by whoever captures graphs; without it a call makes its own.
-    ``next_weight``: a matrix that is read next, which idle programs may bring near meanwhile.
     """
     query = query if query.stride()[1:] == (query.shape[2], 1) else query.contiguous()
     head_size = query.shape[2]
@@ -171,10 +167,8 @@ def paged_attention(
         tiles_of_batch * triton.cdiv(max_leaves, NODE), MAX_SCRATCH_BYTES // (4 * part_size)
     )
     scratch = scratch or Scratch()
-    ahead = Ahead.of(next_weight, BYTES_AHEAD)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    grid = programs if ahead.row_bytes else min(programs, tiles_of_batch * max_leaves)
-    uniform_kernel[(grid,)](
+    uniform_kernel[(min(programs, tiles_of_batch * max_leaves),)](
         query,
         key_cache,
         value_cache,
@@ -184,15 +178,12 @@ def paged_attention(
         out,
         scratch.parts(max(programs, max_items) * part_size, query),
         scratch.counters(tiles_of_batch, query),
-        next_weight if next_weight is not None else query,
         num_reqs,
         query.stride(0),
         block_table.stride(0),
         programs,
         max_items,
         scale_log2,
-        ahead.num_rows,
-        next_weight.stride(0) if next_weight is not None else 0,
         Q=max_query_len,
         TILES=tiles,
         TILE_ROWS=tile_rows,
@@ -200,8 +191,6 @@ def paged_attention(
         PART_ROWS=part_rows,
         BLOCK_M=block_m,
         STAGES=config.stages,
-        AHEAD=ahead.row_bytes,
-        LANES=32 * config.num_warps,
         num_warps=config.num_warps,
         **common,
         **pdl_options(query),

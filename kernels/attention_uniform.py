@@ -17,7 +17,7 @@ from specdec.kernels.attention_tree import (
     normalise,
     scalar_at,
 )
-from specdec.kernels.launch import fetch_ahead, wait_for_inputs
+from specdec.kernels.launch import wait_for_inputs
 
 
 @triton.jit
@@ -71,15 +71,12 @@ def uniform_kernel(
     out,
     parts,  # [items, PART] float32: acc [D, PART_ROWS], top and mass [PART_ROWS] of each item
     counters,  # [R * G * TILES] int32: parts that have arrived
-    next_weight,
     num_reqs,
     query_stride,
     table_stride,
     max_leaf_items,
     max_items,
     scale_log2,
-    ahead_rows,
-    ahead_stride,
     Q: tl.constexpr,
     GROUP: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -96,8 +93,6 @@ def uniform_kernel(
     NODE: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
-    AHEAD: tl.constexpr,
-    LANES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Q query rows for every request; the keys of a request are shared out among programs.
@@ -125,12 +120,6 @@ def uniform_kernel(
             units = least
     ends = tl.cumsum(units, 0)
     num_items = tl.sum(units) * heads_and_tiles
-    if AHEAD > 0:
-        # Programs without an item fetch AHEAD bytes of each row of the weights that come next.
-        worker = tl.program_id(0) - num_items
-        if worker >= 0:
-            workers = tl.num_programs(0) - num_items
-            fetch_ahead(next_weight, worker, workers, ahead_rows, ahead_stride, AHEAD, LANES)
 
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         place = item % heads_and_tiles

@@ -11,17 +11,16 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * wide.to(x.dtype)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, next_weight: Tensor | None = None) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``weight * x / sqrt(mean(x^2) + eps)`` over the last dimension. x [..., D] -> [..., D].
 
     The scaled row is rounded to x's dtype before it is multiplied with the weight. The sum has one
-    order for every number of rows. ``next_weight``: a matrix that is read next, which a GPU may
-    bring near meanwhile.
+    order for every number of rows.
     """
     if x.is_cuda:
         from specdec.kernels import norm_triton
 
-        return norm_triton.rms_norm(x, weight, eps, next_weight)
+        return norm_triton.rms_norm(x, weight, eps)
     return rms_norm_reference(x, weight, eps)
 
 
@@ -33,16 +32,13 @@ def add_rms_norm_reference(
     return rms_norm_reference(residual, weight, eps), residual
 
 
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, next_weight: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Add ``x`` to the residual stream, then norm it. All [T, D]. Returns (normed, new residual).
 
     The sum is rounded to x's dtype before the norm reads it. Neither input is changed.
-    ``next_weight`` as in ``rms_norm``.
     """
     if x.is_cuda:
         from specdec.kernels import norm_triton
 
-        return norm_triton.add_rms_norm(x, residual, weight, eps, next_weight)
+        return norm_triton.add_rms_norm(x, residual, weight, eps)
     return add_rms_norm_reference(x, residual, weight, eps)

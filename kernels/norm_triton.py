@@ -9,12 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.kernels.launch import Ahead, fetch_ahead, pdl_options, wait_for_inputs
-
-# Weights that a norm of few rows fetches for the next layer: what the memory delivers meanwhile.
-BYTES_AHEAD = 8 << 20
-MAX_ROWS_AHEAD = 64
-AHEAD_PROGRAMS = 64
+from specdec.kernels.launch import pdl_options, wait_for_inputs
 
 
 def row_warps(block: int) -> int:
@@ -35,35 +30,22 @@ def scale_row(x, inverse, weight, dtype: tl.constexpr):
     return (scaled.to(tl.float32) * weight.to(tl.float32)).to(dtype)
 
 
-@triton.jit(do_not_specialize=["outer_stride", "inner_stride", "inner", "num_rows"])
+@triton.jit(do_not_specialize=["outer_stride", "inner_stride", "inner"])
 def _rms_norm_kernel(
     x,  # row r starts at (r // inner) * outer_stride + (r % inner) * inner_stride
     residual,  # [T, D], or anything without HAS_RESIDUAL
     weight,  # [D]
     out,  # [T, D]
     new_residual,  # [T, D], or anything without HAS_RESIDUAL
-    next_weight,
     outer_stride,
     inner_stride,
     inner,
     eps,
-    num_rows,
-    ahead_rows,
-    ahead_stride,
     HAS_RESIDUAL: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
-    AHEAD: tl.constexpr,
-    LANES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row; programs past the rows fetch AHEAD bytes of each row of the next weights."""
-    if AHEAD > 0:
-        worker = tl.program_id(0) - num_rows
-        if worker >= 0:
-            workers = tl.num_programs(0) - num_rows
-            fetch_ahead(next_weight, worker, workers, ahead_rows, ahead_stride, AHEAD, LANES)
-            return
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -89,38 +71,30 @@ def _launch(
     strides: tuple[int, int, int],
     out: Tensor,
     new_residual: Tensor | None,
-    next_weight: Tensor | None,
 ) -> None:
     size = x.shape[-1]
     block = triton.next_power_of_2(size)
     num_rows = x.numel() // size
     if num_rows == 0:
         return
-    ahead = Ahead.of(next_weight if num_rows <= MAX_ROWS_AHEAD else None, BYTES_AHEAD)
-    _rms_norm_kernel[(num_rows + (AHEAD_PROGRAMS if ahead.row_bytes else 0),)](
+    _rms_norm_kernel[(num_rows,)](
         x,
         residual if residual is not None else x,
         weight,
         out,
         new_residual if new_residual is not None else out,
-        next_weight if next_weight is not None else weight,
         *strides,
         eps,
-        num_rows,
-        ahead.num_rows,
-        next_weight.stride(0) if next_weight is not None else 0,
         HAS_RESIDUAL=residual is not None,
         D=size,
         BLOCK=block,
-        AHEAD=ahead.row_bytes,
-        LANES=32 * row_warps(block),
         num_warps=row_warps(block),
         enable_fp_fusion=False,
         **pdl_options(x),
     )
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, next_weight: Tensor | None = None) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``specdec.kernels.norm.rms_norm``. Heads of a wider row need not be contiguous."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     size = x.shape[-1]
@@ -130,15 +104,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, next_weight: Tensor | None =
         strides = (x.stride(0), 0, 1)
     else:
         x, strides = x.contiguous(), (size, 0, 1)
-    _launch(x, None, weight, eps, strides, out, None, next_weight)
+    _launch(x, None, weight, eps, strides, out, None)
     return out
 
 
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, next_weight: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """``specdec.kernels.norm.add_rms_norm``."""
     out, new_residual = torch.empty_like(residual), torch.empty_like(residual)
     strides = (x.stride(0), 0, 1)
-    _launch(x, residual, weight, eps, strides, out, new_residual, next_weight)
+    _launch(x, residual, weight, eps, strides, out, new_residual)
     return out, new_residual

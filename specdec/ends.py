@@ -1,5 +1,7 @@
 """Where a text ends: the exact token, inside an accepted run too, and the text up to it."""
 
+import time
+
 from specdec.detokenize import Detokenizer
 from specdec.outputs import StreamEvent, TokenLogprob
 from specdec.request import Request
@@ -54,8 +56,10 @@ def commit(request: Request, tail: TextTail, result: RowResult) -> int:
     Returns how many tokens were committed; the rest of the run counts nowhere.
     """
     committed = 0
+    now = time.perf_counter()
     for token in result.token_ids:
         request.output_ids.append(token)
+        request.token_times.append(now)
         if request.params.logprobs is not None and result.logprobs is not None:
             request.logprobs.append(_logprob(token, request, *result.logprobs[committed]))
         committed += 1
@@ -98,4 +102,5 @@ def event(request: Request, tail: TextTail, num_new: int) -> StreamEvent:
         text=tail.take(ended=ended),
         token_ids=request.output_ids[len(request.output_ids) - num_new :],
         finish_reason=request.finish_reason,
+        times=request.token_times[len(request.token_times) - num_new :],
     )

@@ -105,13 +105,17 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class StreamEvent:
-    """Tokens and text that a step added to one request's choice ``index``."""
+    """Tokens and text that a step added to one request's choice ``index``.
+
+    ``times`` has one entry per token: ``time.perf_counter()`` when the engine committed it.
+    """
 
     request_id: str
     index: int
     text: str
     token_ids: list[int]
     finish_reason: str | None = None
+    times: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ class SamplingParams:
         response_format: the text follows a format: {"type": "json_object"}, or "json_schema",
             "regex", "grammar" (EBNF) or "choice" with the schema, pattern, grammar or list of
             strings under the type's name.
+        priority: requests of a lower number are admitted first and preempted last.
         k: drafts per step for this request, between 0 and the engine's k; None takes the engine's.
     """
 
@@ -55,6 +56,7 @@ class SamplingParams:
     bad_words: Sequence[str | Sequence[int]] | None = None
     logprobs: int | None = None
     response_format: Mapping[str, Any] | None = None
+    priority: int = 0
     k: int | str | None = None
 
     def __post_init__(self) -> None:
@@ -76,6 +78,7 @@ class SamplingParams:
         _check_float("presence_penalty", self.presence_penalty)
         _check_float("frequency_penalty", self.frequency_penalty)
         _check_float("repetition_penalty", self.repetition_penalty, low=0.0, open_low=True)
+        _check_int("priority", self.priority, -(2**31), 2**31)
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if self.k is not None and self.k != "auto":

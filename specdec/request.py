@@ -67,6 +67,11 @@ class Request:
         return self.adapter.salt if self.adapter is not None else BASE
 
     @property
+    def rank(self) -> tuple[int, int, int]:
+        """Lower ranks are admitted first and preempted last."""
+        return (self.params.priority, self.arrival, self.index)
+
+    @property
     def token_ids(self) -> list[int]:
         return self.prompt_ids + self.output_ids
 

@@ -1,6 +1,6 @@
 """Who runs in the next step: rows that decode, chunks that prefill, and the blocks for both."""
 
-from collections import deque
+from bisect import insort
 from dataclasses import dataclass, field
 
 from specdec.adapters import AdapterTable
@@ -37,13 +37,13 @@ class StepPlan:
 
 
 class Scheduler:
-    """Continuous batching, first come first served, over one token budget per step.
+    """Continuous batching by rank (priority, then arrival) over one token budget per step.
 
     Decode rows come first and are scheduled with their whole 1 + k or not at all; where the budget
     does not hold all of them they take turns, so each runs at least once in
     ``ceil(rows / (budget // (1 + k)))`` steps. While prompts wait, a quarter of the budget is
-    theirs. When the pool is short of blocks the latest arrival gives up its own and is recomputed
-    later; the earliest always goes on, so every request ends. A text whose adapter finds all slots
+    theirs. When the pool is short of blocks the last in rank gives up its own and is recomputed
+    later; the first always goes on, so every request ends. A text whose adapter finds all slots
     in use by others waits at the head of the queue, and only texts without an adapter pass it.
     """
 
@@ -63,7 +63,7 @@ class Scheduler:
         self.block_size = block_size
         self.pool = pool
         self.allowed_k = sorted(allowed_k)
-        self.waiting: deque[Request] = deque()
+        self.waiting: list[Request] = []  # by rank
         self.running: list[Request] = []
         self.draft_lag = draft_lag
         self.prefix_caching = prefix_caching
@@ -75,7 +75,7 @@ class Scheduler:
         self._unwritten_blocks: list[tuple[Request, int, list[int]]] = []
 
     def add(self, request: Request) -> None:
-        self.waiting.append(request)
+        insort(self.waiting, request, key=lambda r: r.rank)
 
     @property
     def has_work(self) -> bool:
@@ -94,7 +94,7 @@ class Scheduler:
                 if not may_preempt:
                     self._unwritten_blocks = plan.new_blocks
                     return None
-                victim = max(self.running, key=lambda r: r.arrival)
+                victim = max(self.running, key=lambda r: r.rank)
                 self._preempt(victim, plan)
                 if victim is request:
                     break
@@ -117,7 +117,7 @@ class Scheduler:
         start = self._turn % len(decodes)
         self._turn += limit
         chosen = [decodes[(start + i) % len(decodes)] for i in range(limit)]
-        return sorted(chosen, key=lambda r: r.arrival)
+        return sorted(chosen, key=lambda r: r.rank)
 
     def _schedule_prefills(self, plan: StepPlan) -> None:
         budget = self.max_num_batched_tokens - len(plan.decodes) * (1 + plan.k)
@@ -212,7 +212,7 @@ class Scheduler:
         assert request.passes_in_flight == 0
         self.num_preemptions += 1
         self._release(request)
-        self.waiting.appendleft(request)
+        self.add(request)
         plan.decodes = [r for r in plan.decodes if r is not request]
         plan.new_blocks = [entry for entry in plan.new_blocks if entry[0] is not request]
 

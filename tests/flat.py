@@ -1,6 +1,5 @@
 """A mixed batch run through a ``FlatModel`` on the CPU, for tests of graphs in pieces."""
 
-
 import torch
 from paged import BLOCK_SIZE
 

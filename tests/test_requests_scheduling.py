@@ -83,3 +83,30 @@ def test_a_budget_below_one_verify_batch_still_serves_everyone(models, oracles):
         outs = engine.generate(prompts, greedy(20))
         for prompt, out in zip(prompts, outs, strict=True):
             expect(out, by_oracle(oracles, "blend.1", prompt, 4, 20))
+
+
+def test_priority_orders_admission_and_preemption(models, oracles):
+    """C36: a pool short of blocks takes them from the last in rank; nobody's text changes."""
+    with cpu_engine(
+        models["target"], models["blend.1"], 4, max_num_seqs=3, num_kv_blocks=12
+    ) as engine:
+        first = engine.add_request(PROMPTS[0], greedy(24, priority=5))[0]
+        engine.step()
+        later = [engine.add_request(PROMPTS[i], greedy(24, priority=i))[0] for i in (1, 3)]
+        ends = []
+        while len(ends) < 3:
+            engine.step()
+            ends += [r for r in (first, *later) if r.finish_reason and r not in ends]
+        assert ends[-1] is first and engine.stats().preemptions > 0
+        for request in ends:
+            text = oracles["target"].greedy(request.prompt_ids, 24)[0]
+            assert request.output_ids == text
+        assert_no_leak(engine)
+
+
+def test_tokens_carry_their_times(models):
+    with cpu_engine(models["target"], models["same"], 4) as engine:
+        events = list(engine.stream(PROMPTS[0], greedy(20)))
+        times = [time for event in events for time in event.times]
+        assert len(times) == sum(len(event.token_ids) for event in events) == 20
+        assert times == sorted(times) and len(set(times)) == len(events)

@@ -48,15 +48,14 @@ KERNEL_OPS: dict[Callable[..., Any], OpOverload] = {
         lambda x, weight: _rows_by(x, weight.shape[0] // 2),
     ),
     rms_norm: _register(
-        "rms_norm(Tensor x, Tensor weight, float eps, Tensor? next_weight=None) -> Tensor",
+        "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor",
         rms_norm,
-        lambda x, weight, eps, next_weight=None: x.new_empty(x.shape),
+        lambda x, weight, eps: x.new_empty(x.shape),
     ),
     add_rms_norm: _register(
-        "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, "
-        "Tensor? next_weight=None) -> (Tensor, Tensor)",
+        "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
         add_rms_norm,
-        lambda x, residual, *_: (x.new_empty(x.shape), x.new_empty(x.shape)),
+        lambda x, residual, weight, eps: (x.new_empty(x.shape), x.new_empty(x.shape)),
     ),
     silu_mul: _register(
         "silu_mul(Tensor gate_up) -> Tensor",

@@ -85,9 +85,5 @@ class AttentionBackend(Protocol):
         value_cache: Tensor,  # [N + 1, B, G, D]
         metadata: AttentionMetadata,
         scale: float,
-        next_weight: Tensor | None = None,
     ) -> Tensor:
-        """Attention of every query row over its request's keys: [T, H, D], query's dtype.
-
-        ``next_weight`` is the matrix that is read next: idle parts of a GPU may bring it near.
-        """
+        """Attention of every query row over its request's keys: [T, H, D], query's dtype."""

@@ -66,13 +66,12 @@ class PagedAttention:
         cos_sin: Tensor,
         layer: int,
         scale: float,
-        next_weight: Tensor | None = None,
     ) -> Tensor:
         """The same from the projection's input on, where nothing stands between the two."""
         keys, values = self.kv_cache.keys[layer], self.kv_cache.values[layer]
         slots = self.metadata.slot_mapping
         query = qkv_rope_write_kv(x, weight, bias, cos_sin, positions, keys, values, slots)
-        return self.backend.forward(query, keys, values, self.metadata, scale, next_weight)
+        return self.backend.forward(query, keys, values, self.metadata, scale)
 
 
 @dataclass(frozen=True, slots=True)

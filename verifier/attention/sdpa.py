@@ -135,7 +135,6 @@ class SdpaBackend:
         value_cache: Tensor,
         metadata: AttentionMetadata,
         scale: float,
-        next_weight: Tensor | None = None,
     ) -> Tensor:
         tensors = (
             query,

@@ -49,7 +49,6 @@ class TritonBackend:
         value_cache: Tensor,
         metadata: AttentionMetadata,
         scale: float,
-        next_weight: Tensor | None = None,
     ) -> Tensor:
         return self._paged_attention(
             query,
@@ -62,6 +61,5 @@ class TritonBackend:
             metadata.max_query_len,
             scale,
             metadata.uniform,
-            next_weight=next_weight,
             scratch=self._scratch,
         )

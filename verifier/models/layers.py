@@ -107,9 +107,7 @@ class Attention(nn.Module):
         plain = adapter_slots is None and self.q_norm is None
         if plain and isinstance(attend, PagedAttention):
             weight, bias = self.qkv_proj.weight, self.qkv_proj.bias
-            out = attend.project(
-                x, weight, bias, positions, cos_sin, layer, self.scale, self.o_proj.weight
-            )
+            out = attend.project(x, weight, bias, positions, cos_sin, layer, self.scale)
             return self.o_proj(out.flatten(1))
         heads = self.qkv_proj(x, adapter_slots)
         heads = heads.unflatten(-1, (-1, self.head_size))  # [T, H + 2 G, D]

@@ -103,26 +103,18 @@ class CausalLM(nn.Module):
         """The model itself. Written so that a trace of it holds no size and no layer's number."""
         eps = self.config.rms_norm_eps
         layers = self.first_layers(num_layers)
-        # The norm that follows layer i is the next layer's, or the final one, and so is the matrix
-        # that is read after it. What a norm brings near is no part of a trace.
+        # The norm that follows layer i is the next layer's, or the final one.
         next_norms = [layer.input_norm for layer in layers[1:]] + [self.norm]
-        brought_near = [layer.attention.qkv_proj.weight for layer in layers[1:]] + [self.lm_head]
-        if not isinstance(attend, PagedAttention):
-            brought_near = [None] * len(layers)
         residual = F.embedding(input_ids, self.embed_tokens)
         if adapter_slots is not None and self.embed_adapters is not None:
             a, b = self.embed_adapters.a, self.embed_adapters.b
             lora_embedding_(residual, input_ids, a, b, adapter_slots)
         hidden = rms_norm(residual, layers[0].input_norm, eps)
-        for i, (layer, next_norm, near) in enumerate(
-            zip(layers, next_norms, brought_near, strict=True)
-        ):
+        for i, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
             hidden = layer.attention(hidden, positions, self.cos_sin, attend, i, adapter_slots)
-            norm = layer.post_attention_norm
-            gate_up = None if near is None else layer.mlp.gate_up_proj.weight
-            hidden, residual = add_rms_norm(hidden, residual, norm, eps, gate_up)
+            hidden, residual = add_rms_norm(hidden, residual, layer.post_attention_norm, eps)
             hidden = layer.mlp(hidden, adapter_slots)
-            hidden, residual = add_rms_norm(hidden, residual, next_norm, eps, near)
+            hidden, residual = add_rms_norm(hidden, residual, next_norm, eps)
         return hidden
 
     def compute_logits(self, hidden: Tensor, adapter_slots: Tensor | None = None) -> Tensor:
