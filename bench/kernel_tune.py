@@ -62,9 +62,10 @@ def linear_candidates(features: int, rows: int) -> list[TileConfig]:
 
 
 def attention_candidates() -> list[dict[str, Any]]:
+    # One stage ends in an illegal access in 16 bits (H200, Triton 3.6).
     return [
         {"leaf": leaf, "warps": warps, "stages": stages, "per_sm": per_sm}
-        for leaf, warps, stages, per_sm in itertools.product((64, 128), (4, 8), (1, 2, 3), (1, 2))
+        for leaf, warps, stages, per_sm in itertools.product((64, 128), (4, 8), (2, 3), (1, 2))
     ]
 
 

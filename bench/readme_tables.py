@@ -5,6 +5,7 @@ optional) and ``<!-- end of table -->``.
 """
 
 import argparse
+import json
 import re
 import sys
 from pathlib import Path
@@ -19,10 +20,49 @@ BLOCK = re.compile(
 )
 
 
+def full_graphs(path: Path, source: str) -> str:
+    """The table of ``bench/full_graphs.py``: each case with its drafter and without."""
+    report = json.loads(path.read_text(encoding="utf-8"))
+    environment, rows = report["environment"], report["results"]
+    plain = {(row["case"], row["num_reqs"]): row for row in rows if row["k"] == 0}
+    lines = [
+        f"One {environment['device']['name']}, bfloat16, greedy, every decode step on a FULL graph; "
+        "tokens per second for each user:",
+        "",
+        "| model, drafter | requests | k=0 | k=4 | gain | ms per step (weights alone) | same text |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in rows:
+        if row["k"] == 0:
+            continue
+        assert not row["decode_steps_by_mode"]["NONE"] + row["decode_steps_by_mode"]["PIECEWISE"]
+        without = plain[row["case"], row["num_reqs"]]["tokens_per_second_and_user"]
+        cells = [
+            row["case"],
+            str(row["num_reqs"]),
+            f"{without:.0f}",
+            f"{row['tokens_per_second_and_user']:.0f}",
+            f"{row['tokens_per_second_and_user'] / without:.2f}x",
+            f"{row['ms_per_step']:.2f} ({row['floor_ms_per_step']:.2f})",
+            "yes" if row["texts_equal_without_drafter"] else "NO",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    versions = environment["versions"]
+    date = environment["date"][:10]
+    lines += [
+        "",
+        f"From `{source}`: {date}, torch {versions['torch']}, Triton {versions['triton']}.",
+    ]
+    return "\n".join(lines)
+
+
 def updated(text: str) -> str:
     """The document with every table made anew."""
 
     def table(match: re.Match[str]) -> str:
+        if Path(match["file"]).name.startswith("full_graphs"):
+            made = full_graphs(ROOT / match["file"], match["file"])
+            return f"{match['head']}{made}\n{match['end']}"
         report = read_report(ROOT / match["file"])
         if match["ks"]:
             wanted = {int(k) for k in match["ks"].split(",")}

@@ -13,7 +13,14 @@ from specdec.kernels.launch import pdl_options, wait_for_inputs
 from specdec.kernels.pass_triton import StateTensors
 
 
-@triton.jit
+# As for the inputs of a pass: rows of one tensor lie at any alignment.
+@triton.jit(
+    do_not_specialize=["token_stride", "column_stride"],
+    do_not_specialize_on_alignment=[
+        *("targets", "finite", "draft_ids", "num_drafted", "slots", "tokens"),
+        *("seq_len_column", "end_column", "packed", "num_accepted"),
+    ],
+)
 def _accept_kernel(
     targets,  # [R, Q] int64
     finite,  # [R, Q] bool
@@ -90,7 +97,12 @@ def accept_and_commit(
     return packed, num_accepted
 
 
-@triton.jit(do_not_specialize=["max_len"])
+@triton.jit(
+    do_not_specialize=["max_len", "column_stride"],
+    do_not_specialize_on_alignment=[
+        *("slots", "seq_lens", "remaining", "max_drafts", "num_accepted", "draft_len_column"),
+    ],
+)
 def _advance_kernel(
     slots,
     seq_lens,

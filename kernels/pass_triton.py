@@ -46,9 +46,21 @@ class PassTensors(NamedTuple):
     draft_ids: Tensor  # [R, k] int64; drafts that do not count are 0
 
 
-@triton.jit(
-    do_not_specialize=["num_reqs", "offset", "min_drafts", "id_limit", "max_len", "table_stride"]
-)
+# Rows of one tensor lie at any alignment, and strides follow the caller: a kernel for each case
+# would be compiled in the middle of traffic, for loads of eight bytes a thread.
+_ANY_ALIGNMENT = [
+    *("slots", "tokens", "block_table", "seq_len_column", "end_column", "k_column"),
+    *("draft_len_column", "adapter_column", "given", "input_ids", "positions", "slot_mapping"),
+    *("query_start_loc", "context_lens", "seq_lens", "adapter_slots", "table_out", "row_out"),
+    "draft_ids",
+]
+_ANY_VALUE = [
+    *("num_reqs", "offset", "min_drafts", "id_limit", "max_len", "table_stride"),
+    *("token_stride", "column_stride", "given_stride"),
+]
+
+
+@triton.jit(do_not_specialize=_ANY_VALUE, do_not_specialize_on_alignment=_ANY_ALIGNMENT)
 def _inputs_kernel(
     slots,
     tokens,

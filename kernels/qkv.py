@@ -25,8 +25,8 @@ def qkv_rope_write_kv_reference(
     num_kv_heads, head_size = key_cache.shape[2:]
     heads = linear(x, weight, bias).unflatten(-1, (-1, head_size))  # [T, H + 2 G, D]
     sizes = (heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads)
-    caches = (key_cache, value_cache)
-    return rope_write_kv(*heads.split(sizes, dim=1), cos_sin, positions, *caches, slot_mapping)
+    q, k, v = heads.split(sizes, dim=1)
+    return rope_write_kv(q, k, v, cos_sin, positions, key_cache, value_cache, slot_mapping)
 
 
 def qkv_rope_write_kv(

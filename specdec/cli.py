@@ -1,4 +1,5 @@
-"""The command line: ``specdec generate``, ``graphs``, ``bench`` and ``demo``.
+"""The command line: ``specdec generate``, ``serve``, ``graphs``, ``bench`` and
+``demo``.
 
 Text and JSON go to standard output, everything said about them to standard error. A mistake of
 the user's is one line and exit code 2; SPECDEC_DEBUG=1 shows the traceback instead.
@@ -15,6 +16,7 @@ import typer
 
 from specdec import __version__
 from specdec.bench.command import bench
+from specdec.server.command import serve
 
 if TYPE_CHECKING:
     from specdec.engine import Engine
@@ -297,6 +299,7 @@ def graphs(
 
 
 app.command()(bench)
+app.command()(serve)
 
 
 @app.command()

@@ -15,12 +15,13 @@ from specdec.outputs import StepRecord
 from specdec.request import Request
 from specdec.scheduler import PrefillChunk
 from specdec.step import DecodeStep
-from specdec.verifier.batch import PassResult, PendingResult
+from specdec.verifier.batch import PassResult, PendingResult, PrefillBatch
 from specdec.verifier.context import set_forward_context
 from specdec.verifier.dispatcher import CudagraphDispatcher
 from specdec.verifier.flat_model import FlatModel
 from specdec.verifier.graph import GraphRow
 from specdec.verifier.modes import BatchDescriptor, CUDAGraphMode
+from specdec.verifier.state import RowState
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +61,7 @@ class Runner:
         verify: compare each graph's first replay with an eager run.
         """
         self.step = step
+        self._ks = sorted({query_len - 1 for query_len in query_lens})
         self.state = step.state
         self.device = step.state.device
         self._rows_in_slots: list[int] = []
@@ -115,22 +117,35 @@ class Runner:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Run prompts of padding, so that traffic finds every kernel compiled.
+        """Run batches of padding, so that traffic finds every kernel compiled.
 
-        Kernels are compiled per power of two of requests and for few and for many tokens; what
-        decode steps run is compiled where their graphs are captured.
+        Kernels are compiled per power of two of requests, and for few and for many tokens.
         """
         num_reqs, most = 1, self.step.slots.shape[0]
+        self._fill_slots([])
         while True:
             for num_tokens in sorted({num_reqs, max(num_reqs, WARM_UP_TOKENS)}):
                 prompts = padding_prompts(self.state, num_reqs, num_tokens)
-                shape = BatchDescriptor(num_tokens, num_reqs)
-                with set_forward_context(batch_descriptor=shape):
-                    no_draft = Draft(self.step.draft_ids[:0, :0])
-                    self.step.mixed(prompts, None, no_draft)
+                self._warm_up_mixed(prompts, None, 0)
+                for k in self._ks:
+                    self._warm_up_mixed(prompts, self.step.rows(num_reqs, False), k)
+            for each in self._graphs.passes:
+                for k in [self.catchup_width - 1] if each is self._catch_up else self._ks:
+                    if k > 0 or each is not self._draft_pass:
+                        with set_forward_context():
+                            each.run(num_reqs, k, False, False)
             if num_reqs == most:
                 return
             num_reqs = min(2 * num_reqs, most)
+
+    def _warm_up_mixed(self, prompts: PrefillBatch, rows: RowState | None, k: int) -> None:
+        num_rows = 0 if rows is None else rows.slots.shape[0]
+        shape = BatchDescriptor(
+            prompts.input_ids.shape[0] + num_rows * (1 + k),
+            prompts.rows.slots.shape[0] + num_rows,
+        )
+        with set_forward_context(batch_descriptor=shape):
+            self.step.mixed(prompts, rows, Draft(self.step.draft_ids[:num_rows, :k]))
 
     def enable_lora(self) -> None:
         """From now on batches with adapters have graphs of their own, beside those without."""

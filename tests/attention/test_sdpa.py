@@ -188,6 +188,4 @@ def test_a_broken_value_reaches_only_the_rows_that_see_it(attend, uniform) -> No
     broken, sees = with_broken_values(batch)
     result = attend(broken)
     assert result[sees].isnan().any(-1).all()
-    torch.testing.assert_close(
-        result[~sees].double(), batch.exact()[~sees], rtol=0, atol=TOLERANCE
-    )
+    torch.testing.assert_close(result[~sees].double(), batch.exact()[~sees], rtol=0, atol=TOLERANCE)

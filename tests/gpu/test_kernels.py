@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from specdec.kernels import linear_triton, sampling
+from specdec.kernels import argmax_triton, linear_triton, qkv_triton, sampling
 from specdec.kernels.activation import silu_mul, silu_mul_reference
 from specdec.kernels.argmax import argmax, argmax_reference
 from specdec.kernels.kv_cache import write_kv
@@ -136,6 +136,10 @@ def test_bits_do_not_depend_on_the_tile(rows) -> None:
         config = TileConfig(block_n=block_n, block_k=block_k, stages=stages, swap=swap)
         result = linear_triton.linear(x, weight, out_dtype=torch.float32, config=config)
         assert torch.equal(result, wanted), config
+        gated = linear_triton.linear_silu_mul(x, weight, config=config)
+        assert torch.equal(gated, silu_mul(wanted.to(x.dtype))), config
+        ids, _ = argmax_triton.linear_argmax(x, weight, config=config)
+        assert torch.equal(ids, argmax(wanted)[0]), config
 
 
 @pytest.mark.parametrize(("head_size", "depth"), [(64, 576), (128, 1024)])
@@ -153,9 +157,14 @@ def test_the_fused_projection_equals_its_parts(rows, head_size, depth) -> None:
             [torch.full(shape, 7.0, dtype=torch.bfloat16, device="cuda") for _ in "kv"]
             for _ in range(2)
         )
-        q = qkv_rope_write_kv(x, weight, each, table, positions, *ours, slots)
-        wanted = qkv_rope_write_kv_reference(x, weight, each, table, positions, *parts, slots)
-        assert torch.equal(q, wanted)
+        args = (x, weight, each, table, positions)
+        wanted = qkv_rope_write_kv_reference(*args, *parts, slots)
+        assert torch.equal(qkv_rope_write_kv(*args, *ours, slots), wanted)
+        swapped = TileConfig(block_n=64, block_k=256, stages=4, swap=True)
+        # Four stages of 64 rows would not fit into shared memory.
+        if rows <= 20:
+            again = qkv_triton.qkv_rope_write_kv(*args, *ours, slots, config=swapped)
+            assert torch.equal(again, wanted)
         for one, other in zip(ours, parts, strict=True):
             assert torch.equal(one, other)
 

@@ -12,14 +12,16 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize(("head_size", "block_n"), [(16, 32), (64, 32), (128, 64)])
-def test_fused_projection(head_size, block_n, with_bias) -> None:
+@pytest.mark.parametrize(
+    ("head_size", "block_n", "swap"), [(16, 32, False), (64, 32, False), (128, 64, True)]
+)
+def test_fused_projection(head_size, block_n, swap, with_bias) -> None:
     x, weight = randn(7, 75), randn(10 * head_size, 75, seed=1)
     bias = randn(10 * head_size, seed=2) if with_bias else None
     table, positions = randn(50, head_size, seed=3), torch.tensor([0, 49, 3, 3, 17, 0, 1])
     slots = torch.tensor([3, -1, 0, 19, -1, 7, 8])
     ours, theirs = ([torch.full((6, 4, 2, head_size), 7.0) for _ in "kv"] for _ in range(2))
-    config = TileConfig(block_n=block_n, block_k=32, stages=2)
+    config = TileConfig(block_n=block_n, block_k=32, stages=2, swap=swap)
     args = (x, weight, bias, table, positions)
     q = qkv_triton.qkv_rope_write_kv(*args, *ours, slots, config=config)
     wanted = qkv.qkv_rope_write_kv_reference(*args, *theirs, slots)

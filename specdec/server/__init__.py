@@ -1,0 +1,1 @@
+"""``specdec serve``: an HTTP server with OpenAI's interface, over one engine."""

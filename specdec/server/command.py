@@ -1,0 +1,199 @@
+"""The server as a command: ``specdec serve``."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+INSTALL = 'pip install "fastapi>=0.115" "uvicorn>=0.30" "prometheus-client>=0.20"'
+DEFAULT_NAME = "SmolLM2-135M-Instruct"
+
+
+def serve(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]",
+            help="A Hugging Face folder or hub id, or a .gguf file. "
+            "Default: the bundled SmolLM2-135M-Instruct.",
+            show_default=False,
+        ),
+    ] = None,
+    draft: Annotated[
+        str,
+        typer.Option(
+            help="none, auto, ngram, layer_skip:N, or a draft model of the same tokenizer."
+        ),
+    ] = "auto",
+    k: Annotated[int, typer.Option("--k", help="Drafts per step.")] = 4,
+    lora: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=PATH", help="An adapter in PEFT's format. May be repeated."),
+    ] = None,
+    draft_lora: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=PATH", help="The draft model's adapter for the rows of adapter NAME."
+        ),
+    ] = None,
+    lora_root: Annotated[
+        Path | None,
+        typer.Option(
+            help="Adapters may be loaded over HTTP from inside this folder.", show_default=False
+        ),
+    ] = None,
+    max_loras: Annotated[
+        int | None, typer.Option(help="Adapters that run side by side.", show_default="8")
+    ] = None,
+    max_lora_rank: Annotated[
+        int | None,
+        typer.Option(help="The largest rank.", show_default="that of --lora, at least 16"),
+    ] = None,
+    host: Annotated[str, typer.Option(help="The address to serve on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535)] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="SPECDEC_API_KEY",
+            help="Asked for on every route but /health.",
+            show_default=False,
+        ),
+    ] = None,
+    served_model_name: Annotated[
+        str | None,
+        typer.Option(help="What clients call the base model.", show_default="MODEL"),
+    ] = None,
+    max_waiting: Annotated[
+        int, typer.Option(help="Texts that run or wait; more are refused with 429.")
+    ] = 1024,
+    max_body: Annotated[int, typer.Option(help="Bytes of a request's body at most.")] = 4 << 20,
+    timeout: Annotated[float, typer.Option(help="Seconds until a request is ended.")] = 600.0,
+    drain_timeout: Annotated[
+        float,
+        typer.Option(help="Seconds that requests have to end in after SIGTERM.", min=0, max=86400),
+    ] = 30.0,
+    dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    cudagraph_mode: Annotated[
+        str, typer.Option(help="NONE, PIECEWISE, FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE.")
+    ] = "FULL_AND_PIECEWISE",
+    capture: Annotated[
+        str, typer.Option(help="eager: all graphs at start-up; lazy: each on first use.")
+    ] = "eager",
+    attention_backend: Annotated[str, typer.Option(help="auto, or a backend's name.")] = "auto",
+    acceptance: Annotated[str, typer.Option(help="auto, coupled or rejection.")] = "auto",
+    max_num_seqs: Annotated[
+        int | None,
+        typer.Option(help="Texts that run at once.", show_default="8 on the CPU, 64 on a GPU"),
+    ] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Longest text.", show_default="the model's context")
+    ] = None,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens of one step.")] = 2048,
+    kv_block_size: Annotated[
+        int | None, typer.Option(help="Positions per KV block.", show_default="16")
+    ] = None,
+    num_kv_blocks: Annotated[
+        int | None, typer.Option(help="Blocks of the KV pool.", show_default="what memory allows")
+    ] = None,
+    gpu_memory_utilization: Annotated[
+        float, typer.Option(help="Share of the GPU's memory to fill.")
+    ] = 0.9,
+    engine_options: Annotated[
+        str | None,
+        typer.Option(
+            "--engine-options",
+            metavar="JSON",
+            help='Further fields of the engine: \'{"extra_k": [2], "exact": true}\'.',
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Serve a model and its adapters over HTTP, with OpenAI's interface."""
+    try:
+        from specdec.server.run import bind, is_loopback, url_of
+        from specdec.server.run import serve as run_server
+    except ImportError as error:
+        raise ValueError(f"specdec serve needs packages: {INSTALL} ({error})") from error
+    from specdec.engine import Engine
+    from specdec.graph_report import start_up_line
+    from specdec.server.settings import ServerSettings
+
+    settings = ServerSettings(
+        model_name=served_model_name or model or DEFAULT_NAME,
+        api_key=api_key,
+        lora_root=lora_root,
+        max_waiting=max_waiting,
+        max_body=max_body,
+        timeout=timeout,
+    )
+    adapters = named_paths("--lora", lora)
+    if settings.model_name in adapters:
+        raise ValueError(f"--lora: {settings.model_name!r} is what the base model is called")
+    if lora_root is not None and max_loras is None:
+        # Graphs for adapters are made at start-up, not while the first one is loaded.
+        max_loras = 8
+    fields: dict[str, Any] = {
+        "lora": adapters or None,
+        "draft_lora": named_paths("--draft-lora", draft_lora) or None,
+        "max_loras": max_loras,
+        "max_lora_rank": max_lora_rank,
+        "dtype": dtype,
+        "device": device,
+        "cudagraph_mode": cudagraph_mode,
+        "capture": capture,
+        "attention_backend": attention_backend,
+        "acceptance": acceptance,
+        "max_num_seqs": max_num_seqs,
+        "max_model_len": max_model_len,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "kv_block_size": "auto" if kv_block_size is None else kv_block_size,
+        "num_kv_blocks": num_kv_blocks,
+        "gpu_memory_utilization": gpu_memory_utilization,
+    }
+    fields |= further_options(engine_options, fields)
+    bound = bind(host, port)
+    if not is_loopback(bound) and api_key is None:
+        _say(f"warning: whoever reaches {url_of(bound)} may use it; --api-key asks for a key")
+    engine = Engine(model, None if draft.lower() == "none" else draft, k, **fields)
+
+    def on_ready() -> None:
+        graphs = start_up_line(engine.graph_table(), engine.capture_seconds)
+        print(f"specdec serves {settings.model_name} on {url_of(bound)} ({graphs})", flush=True)
+
+    run_server(engine, settings, bound, drain_timeout=drain_timeout, on_ready=on_ready)
+
+
+def named_paths(option: str, given: list[str] | None) -> dict[str, str]:
+    """NAME=PATH options. Raises ValueError naming the option."""
+    paths: dict[str, str] = {}
+    for each in given or ():
+        name, equals, path = each.partition("=")
+        if not (name and equals and path):
+            raise ValueError(f"{option} must be NAME=PATH, got {each!r}")
+        if name in paths:
+            raise ValueError(f"{option}: {name!r} is given twice")
+        paths[name] = path
+    return paths
+
+
+def further_options(text: str | None, known: dict[str, Any]) -> dict[str, Any]:
+    """The value of --engine-options. Raises ValueError where it is no JSON object."""
+    if text is None:
+        return {}
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--engine-options is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"--engine-options must be a JSON object, not {text}")
+    twice = sorted(set(values) & set(known))
+    if twice:
+        raise ValueError(f"--engine-options: {', '.join(twice)} have options of their own")
+    return values
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
