@@ -161,7 +161,8 @@ class _ByteLevelTokens(dict[int, bytes]):
         value: bytes = text.encode()
         if REPLACEMENT in text:
             # The token holds a part of a character, so it is spelled in byte characters.
-            value = bytes(_BYTE_OF[character] for character in self._backend.id_to_token(token_id))
+            spelled = self._backend.id_to_token(token_id) or ""
+            value = bytes(_BYTE_OF[character] for character in spelled)
         self[token_id] = value
         return value
 
