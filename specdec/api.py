@@ -19,7 +19,7 @@ def generate(
     *,
     model: str | Path | None = None,
     draft: str | Path | Drafter | None = "auto",
-    k: int = 4,
+    k: int | str = 4,
     lora: str | Path | None = None,
     **params: Any,
 ) -> Generation | list[Generation]:
@@ -72,7 +72,7 @@ def _templated(engine: Engine, messages: list[Any], plain: str | None) -> Any:
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def _engine(model: Any, draft: Any, k: int, engine_fields: dict[str, Any]) -> Engine:
+def _engine(model: Any, draft: Any, k: int | str, engine_fields: dict[str, Any]) -> Engine:
     key = repr((model, draft if isinstance(draft, str | Path | None) else id(draft), k))
     key += repr(sorted(engine_fields.items()))
     if key not in _engines:

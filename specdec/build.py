@@ -10,6 +10,7 @@ import torch
 
 from specdec.adapters import make_table, read_adapters
 from specdec.config import DTYPES, EngineConfig
+from specdec.drafters.adaptive import AdaptiveK, widths_up_to
 from specdec.drafters.base import Drafter
 from specdec.drafters.draft_model import DraftModelDrafter
 from specdec.drafters.layer_skip import LayerSkipDrafter, skipped_layers
@@ -59,12 +60,13 @@ class Parts:
     max_k: int
     max_model_len: int
     capture_seconds: float
+    adaptive: AdaptiveK | None
 
 
 def build(
     model: str | Path | CausalLM | None,
     draft: str | Path | CausalLM | Drafter | None,
-    k: int,
+    k: int | str,
     config: EngineConfig,
 ) -> Parts:
     """Check everything that files can tell, then load, allocate and capture."""
@@ -73,6 +75,7 @@ def build(
     draft = "ngram" if draft == "auto" else draft
     draft_source = _check_draft(draft, target_source)
     limits = _limits(config, target_source, k if draft is not None else 0, device)
+    adapts = k == "auto" and draft is not None
     if device.type == "cuda":
         configure_exact_blas()
 
@@ -162,6 +165,7 @@ def build(
         num_kv_blocks=num_blocks,
         max_k=limits.max_k,
         speculates=drafter is not None,
+        adapts=adapts,
         acceptance=config.acceptance,
     )
     manager = LoraManager(config, runner, scheduler, intake)
@@ -185,6 +189,7 @@ def build(
         max_k=limits.max_k,
         max_model_len=limits.max_model_len,
         capture_seconds=capture_seconds,
+        adaptive=AdaptiveK(runner.decode_costs()) if adapts else None,
     )
 
 
@@ -216,7 +221,9 @@ def _read(model: str | Path | CausalLM | None) -> _Source:
     return _Source(model, read_config(path), load_tokenizer(path))
 
 
-def _limits(config: EngineConfig, source: _Source, max_k: int, device: torch.device) -> _Limits:
+def _limits(config: EngineConfig, source: _Source, k: int | str, device: torch.device) -> _Limits:
+    widths = widths_up_to(config.k_max) if k == "auto" else [int(k)]
+    max_k = max(widths)
     vocab_size = source.config.vocab_size
     if source.tokenizer is not None:
         vocab_size = min(vocab_size, source.tokenizer.vocab_size)
@@ -228,7 +235,7 @@ def _limits(config: EngineConfig, source: _Source, max_k: int, device: torch.dev
     block_size = config.kv_block_size
     return _Limits(
         max_k=max_k,
-        allowed_k=tuple(sorted({0, max_k, *(k for k in config.extra_k if k <= max_k)})),
+        allowed_k=tuple(sorted({0, *widths, *(k for k in config.extra_k if k <= max_k)})),
         max_model_len=_max_model_len(config, source.config),
         max_num_seqs=config.max_num_seqs or DEFAULT_MAX_NUM_SEQS[device.type],
         block_size=block_size if isinstance(block_size, int) else DEFAULT_BLOCK_SIZE,

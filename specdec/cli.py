@@ -48,7 +48,23 @@ DraftOption = Annotated[
         help="none, auto, ngram, layer_skip:N, or a draft model of the same tokenizer.",
     ),
 ]
-KOption = Annotated[int, typer.Option("--k", help="Drafts per step.")]
+def draft_width(text: str) -> int | str:
+    """The value of ``--k``: a number or "auto"."""
+    try:
+        return text if text == "auto" else int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is neither a number nor auto") from None
+
+
+KOption = Annotated[
+    Any,
+    typer.Option(
+        "--k",
+        metavar="N|auto",
+        parser=draft_width,
+        help="Drafts per step; auto takes what pays at the moment, down to 0.",
+    ),
+]
 DtypeOption = Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 ModeOption = Annotated[

@@ -52,6 +52,7 @@ class EngineConfig:
             drafted with it, all others by the draft model as it is.
         acceptance: "auto" (coupled for rows with a seed, else rejection), "coupled", "rejection".
         exact: True asks for batch-invariant kernels, "auto" takes them where they are.
+        k_max: the widest draft of an engine with k="auto".
         extra_k: further draft widths, each with graphs of its own, beside 0 and the engine's k.
         async_scheduling: launch a step before the last one's tokens are read; "auto" on a GPU.
         capture: "eager" captures all greedy keys at start-up, "lazy" each key on first use. Off a
@@ -84,6 +85,7 @@ class EngineConfig:
     draft_lora: Mapping[str, str | Path] | None = None
     acceptance: str = "auto"
     exact: bool | str = "auto"
+    k_max: int = 4
     extra_k: Sequence[int] = ()
     async_scheduling: bool | str = "auto"
     capture: str = "eager"
@@ -95,7 +97,10 @@ class EngineConfig:
         _choose("dtype", self.dtype, ("auto", *DTYPES))
         _choose("acceptance", self.acceptance, ACCEPTANCE)
         _choose("capture", self.capture, ("eager", "lazy"))
-        for name in ("max_num_seqs", "max_model_len", "num_kv_blocks", "max_num_batched_tokens"):
+        for name in (
+            *("max_num_seqs", "max_model_len", "num_kv_blocks", "max_num_batched_tokens"),
+            "k_max",
+        ):
             _check_positive(name, getattr(self, name))
         if self.kv_block_size != "auto":
             _check_positive("kv_block_size", self.kv_block_size)
@@ -195,10 +200,12 @@ class EngineConfig:
         return frozenset(field.name for field in fields(cls))
 
 
-def check_k(k: object) -> int:
-    """The engine's k: an int of at least 0. ``"auto"`` needs measured costs, not built yet."""
+def check_k(k: object) -> int | str:
+    """The engine's k: an int of at least 0, or "auto"."""
+    if k == "auto":
+        return "auto"
     if isinstance(k, bool) or not isinstance(k, int):
-        raise TypeError(f"k must be an integer, got {k!r}")
+        raise TypeError(f"k must be an integer or 'auto', got {k!r}")
     if k < 0:
         raise ValueError(f"k must be at least 0, got {k}")
     return k

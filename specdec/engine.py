@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from specdec.config import EngineConfig, check_k
+from specdec.drafters.adaptive import AdaptiveK
 from specdec.ends import TextTail, close, commit, event
 from specdec.intake import Intake, Prompt
 from specdec.launch import Launched, launch
@@ -33,7 +35,8 @@ class Engine:
         model: a Hugging Face folder or hub id, or a ``.gguf`` file; None is the bundled default.
         draft: None, "auto", "ngram", "layer_skip:N", the path of a smaller checkpoint with the same
             tokenizer, or a ``Drafter``.
-        k: drafts per row and step.
+        k: drafts per row and step; "auto" takes, step by step, the k up to ``k_max`` that promises
+            the most tokens per second, down to 0.
         fields: see ``EngineConfig``.
 
     Not for use from several threads at once. A context manager: leaving it closes the engine.
@@ -43,7 +46,7 @@ class Engine:
         self,
         model: str | Path | None = None,
         draft: str | Path | Drafter | None = None,
-        k: int = 4,
+        k: int | str = 4,
         **fields: Any,
     ) -> None:
         unknown = sorted(set(fields) - EngineConfig.field_names())
@@ -64,6 +67,8 @@ class Engine:
         self._pool = parts.scheduler.pool
         self._intake: Intake = parts.intake
         self._lora: LoraManager = parts.lora
+        self._adaptive = parts.adaptive
+        self._last_decode: float | None = None  # when the last of a run of decode-only steps ended
         # A drafter on the host reads the newest tokens, so its steps cannot overlap.
         host_drafts = self.drafter is not None and not self.drafter.capturable
         wanted = parts.config.async_scheduling
@@ -155,6 +160,10 @@ class Engine:
         """Names of adapters that were removed and that running requests still use."""
         return self._lora.unloading
 
+    def crossover(self) -> list[tuple[int, int, dict[int, float]]]:
+        """With k="auto": per number of requests, the k that wins now and each k's tokens/s."""
+        return self._adaptive.crossover() if self._adaptive is not None else []
+
     def graph_table(self) -> list[GraphRow]:
         """One row per captured graph."""
         return self._runner.graph_table()
@@ -198,6 +207,8 @@ class Engine:
 
         On a GPU the results committed here are those of the step before.
         """
+        if self._adaptive is not None:
+            self._adapt(self._adaptive)
         if self._num_grammars:
             # A row with a grammar needs its newest tokens on the host before it goes on.
             self._drain()
@@ -214,6 +225,27 @@ class Engine:
             self._drain(of_last_step)
         else:
             self._drain()
+        if self._adaptive is not None:
+            self._note_cost(self._adaptive, plan)
+
+    def _adapt(self, adaptive: AdaptiveK) -> None:
+        """Give the rows that adapt the k that promises the most tokens per second now."""
+        rows = [request for request in self._scheduler.running if request.adapts]
+        if rows:
+            k = adaptive.choose(len(self._scheduler.running))
+            changed = [request for request in rows if request.k != k]
+            for request in changed:
+                request.k = k
+            if changed:
+                self._runner.write_k([request.row for request in changed], k)
+
+    def _note_cost(self, adaptive: AdaptiveK, plan: StepPlan) -> None:
+        """Between two steps of decode rows alone lies what one of them takes."""
+        now = time.perf_counter()
+        alone = bool(plan.decodes) and not plan.prefills
+        if alone and self._last_decode is not None:
+            adaptive.observe_cost(len(plan.decodes), plan.k, now - self._last_decode)
+        self._last_decode = now if alone else None
 
     def _install(self, plan: StepPlan) -> None:
         """Write the rows and block tables that this plan adds."""
@@ -254,6 +286,8 @@ class Engine:
         if is_decode:
             accepted = min(result.num_accepted, committed)
             request.stats.record(result.num_drafted, accepted, committed)
+            if self._adaptive is not None:
+                self._adaptive.observe(result.num_drafted, result.num_accepted)
             self._stats.record(request.adapter_name, result.num_drafted, accepted)
         request.events.append(event(request, tail, committed))
         if request.finish_reason != "error":

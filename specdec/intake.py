@@ -29,6 +29,7 @@ class Intake:
         num_kv_blocks: int,
         max_k: int,
         speculates: bool,
+        adapts: bool,
         acceptance: str,
     ) -> None:
         self.tokenizer = tokenizer
@@ -39,6 +40,7 @@ class Intake:
         self.num_kv_blocks = num_kv_blocks
         self.max_k = max_k
         self.speculates = speculates
+        self.adapts = adapts
         self.acceptance = acceptance
         self.adapters: AdapterTable | None = None
         self._arrivals = itertools.count()
@@ -81,6 +83,7 @@ class Intake:
                 prompt_ids=prompt_ids,
                 params=params,
                 k=self._request_k(params),
+                adapts=self._adapts(params, coupled),
                 end=end,
                 seed=choice_seed(seed, index),
                 coupled=coupled,
@@ -173,9 +176,18 @@ class Intake:
     def _request_k(self, params: SamplingParams) -> int:
         if not self.speculates:
             return 0
-        if params.k == "auto":
-            raise ValueError("k='auto' is not supported yet; pass an integer")
-        return self.max_k if params.k is None else int(params.k)
+        if params.k == "auto" and not self.adapts:
+            raise ValueError("k='auto' needs an engine with k='auto'; this one has a fixed k")
+        return self.max_k if params.k in (None, "auto") else int(params.k)
+
+    def _adapts(self, params: SamplingParams, coupled: bool) -> bool:
+        """Whether the engine chooses the request's k as it goes.
+
+        Not where rejection sampling must repeat its text for a seed: that depends on where steps
+        begin, so the k of such a row may not depend on its neighbours.
+        """
+        repeats = params.seed is not None and params.temperature > 0
+        return self.adapts and params.k in (None, "auto") and (coupled or not repeats)
 
 
 def choice_seed(seed: int, index: int) -> int:

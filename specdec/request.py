@@ -23,7 +23,8 @@ class Request:
     index: int
     prompt_ids: list[int]
     params: SamplingParams
-    k: int
+    k: int  # drafts per step; changes from step to step where the request adapts
+    adapts: bool
     end: int  # length of prompt and output at which the text ends
     seed: int
     coupled: bool

@@ -1,6 +1,7 @@
 """Launches what the scheduler planned: picks the graph, replays it, and copies the results back."""
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -146,6 +147,31 @@ class Runner:
         )
         with set_forward_context(batch_descriptor=shape):
             self.step.mixed(prompts, rows, Draft(self.step.draft_ids[:num_rows, :k]))
+
+    @torch.inference_mode()
+    def decode_costs(self) -> dict[tuple[int, int], float]:
+        """Seconds of a decode pass over padding, by (requests, k), for every size with a graph."""
+        self._fill_slots([])
+        shapes = self._decode.dispatcher.capture_list()
+        sizes = sorted({shape.num_reqs for _, shape in shapes if shape.uniform})
+        costs = {}
+        for num_reqs in sizes or sorted({1, self.step.slots.shape[0]}):
+            for k in self._ks:
+                seconds = []
+                for _ in range(4):
+                    started = time.perf_counter()
+                    self._graphs.run(self._decode, num_reqs, k, sampled=False, has_lora=False)
+                    if self.device.type == "cuda":
+                        torch.cuda.synchronize(self.device)
+                    seconds.append(time.perf_counter() - started)
+                # The first run may capture; a stall only makes a run longer.
+                costs[num_reqs, k] = min(seconds[1:])
+        return costs
+
+    def write_k(self, rows: list[int], k: int) -> None:
+        """Change how many drafts these state rows take, from the next pass on."""
+        index = upload(rows, torch.int64, self.device)
+        self.state.column("k").index_fill_(0, index, k)
 
     def enable_lora(self) -> None:
         """From now on batches with adapters have graphs of their own, beside those without."""

@@ -7,7 +7,6 @@ from specdec.detokenize import REPLACEMENT, Detokenizer
 from specdec.outputs import TokenLogprob
 from specdec.tokenizer import Tokenizer
 
-
 # What OpenAI shows for a probability of zero: JSON has no infinity.
 LEAST = -9999.0
 

@@ -1,8 +1,12 @@
 """What a server was started with, beside its engine."""
 
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
+
+# What every client can put into a header.
+_KEY = re.compile(r"[!-~]+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,8 +32,8 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if not self.model_name:
             raise ValueError("served_model_name must not be empty")
-        if self.api_key is not None and not self.api_key.strip():
-            raise ValueError("api_key must not be empty")
+        if self.api_key is not None and not _KEY.fullmatch(self.api_key):
+            raise ValueError("api_key must be printable ASCII without spaces, and not empty")
         for name in ("max_waiting", "max_body"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")

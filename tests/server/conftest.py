@@ -37,7 +37,7 @@ class Served:
         app = create_app(self.front, self.settings)
         self._server = Server(app, self.front, drain_timeout, ready.set)
         self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._server.serve(sockets=[bound]))
+            target=lambda: asyncio.run(self._server.serve(sockets=[bound])), daemon=True
         )
         self._thread.start()
         assert ready.wait(30)
