@@ -9,6 +9,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Self
 
+import torch
+
 from specdec.engine import Engine
 from specdec.intake import Prompt
 from specdec.outputs import Generation, StreamEvent
@@ -159,6 +161,10 @@ class AsyncEngine:
     # -- the engine's thread ----------------------------------------------------------------------
 
     def _run(self) -> None:
+        device = self.engine.device
+        if device.type == "cuda":
+            # The current device is one of a thread's own.
+            torch.cuda.set_device(device)
         try:
             while self._take_commands():
                 if self._callers:

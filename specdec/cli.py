@@ -48,6 +48,8 @@ DraftOption = Annotated[
         help="none, auto, ngram, layer_skip:N, or a draft model of the same tokenizer.",
     ),
 ]
+
+
 def draft_width(text: str) -> int | str:
     """The value of ``--k``: a number or "auto"."""
     try:

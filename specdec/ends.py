@@ -58,6 +58,10 @@ def commit(request: Request, tail: TextTail, result: RowResult) -> int:
     committed = 0
     now = time.perf_counter()
     for token in result.token_ids:
+        if request.grammar is not None and not request.grammar.accept(token):
+            # A format without a way on from here: no token was allowed.
+            request.finish_reason = "error"
+            break
         request.output_ids.append(token)
         request.token_times.append(now)
         if request.params.logprobs is not None and result.logprobs is not None:
@@ -71,8 +75,6 @@ def commit(request: Request, tail: TextTail, result: RowResult) -> int:
             break
     if request.finish_reason is None and result.failed:
         request.finish_reason = "error"
-    if request.grammar is not None:
-        request.grammar.advance(request.output_ids[len(request.output_ids) - committed :])
     if request.finish_reason is not None:
         close(request, tail)
     return committed

@@ -62,6 +62,7 @@ class Engine:
         self.k = parts.max_k
         self.max_model_len = parts.max_model_len
         self.capture_seconds = parts.capture_seconds
+        self.device = parts.runner.device
         self._runner = parts.runner
         self._scheduler = parts.scheduler
         self._pool = parts.scheduler.pool

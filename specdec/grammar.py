@@ -12,6 +12,18 @@ import tokenizers
 
 from specdec.tokenizer import Tokenizer
 
+# Keywords of JSON schema that xgrammar does not enforce.
+_IGNORED_KEYWORDS = frozenset(
+    [
+        *("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "multipleOf"),
+        *("uniqueItems", "contains", "minContains", "maxContains"),
+        *("unevaluatedItems", "unevaluatedProperties"),
+    ]
+)
+# Keywords whose keys are names, and those whose values are no schemas.
+_NAMED_SCHEMAS = frozenset(["properties", "patternProperties", "$defs", "definitions"])
+_VALUES = frozenset(["enum", "const", "default", "examples", "required"])
+
 FORMATS = "json_object, json_schema, regex, grammar, choice or text"
 
 
@@ -53,11 +65,9 @@ class GrammarState:
             self._matcher.rollback(legal)
         return legal, masks
 
-    def advance(self, token_ids: Sequence[int]) -> None:
-        """The text has these tokens more."""
-        for token in token_ids:
-            accepted = self._matcher.accept_token(token)
-            assert accepted, token
+    def accept(self, token: int) -> bool:
+        """The text goes on with ``token``. False where the format has no way on from here."""
+        return bool(self._matcher.accept_token(token))
 
 
 class GrammarCompiler:
@@ -114,6 +124,8 @@ def check_format(response_format: object) -> Mapping[str, Any] | None:
     if not isinstance(response_format, Mapping) or "type" not in response_format:
         raise TypeError(f"response_format must be a mapping with a type, got {response_format!r}")
     kind = response_format["type"]
+    if not isinstance(kind, str):
+        raise TypeError(f"response_format: type must be a string, got {kind!r}")
     wanted: dict[str, type] = {
         "json_schema": Mapping,  # type: ignore[type-abstract]
         "regex": str,
@@ -128,11 +140,33 @@ def check_format(response_format: object) -> Mapping[str, Any] | None:
         raise ValueError(
             f"response_format: type {kind!r} needs {kind!r}, got {response_format.get(kind)!r}"
         )
+    if kind == "json_schema":
+        schema = response_format["json_schema"].get("schema", response_format["json_schema"])
+        if not isinstance(schema, Mapping):
+            raise TypeError(f"response_format: schema must be a mapping, got {schema!r}")
+        _check_schema(schema)
     if kind == "choice":
         words = response_format["choice"]
         if not words or not all(isinstance(word, str) and word for word in words):
             raise ValueError("response_format: choice must be a list of strings that are not empty")
     return response_format
+
+
+def _check_schema(schema: object) -> None:
+    """Refuse by name what the compiler would pass over in silence."""
+    if isinstance(schema, Sequence) and not isinstance(schema, str):
+        for item in schema:
+            _check_schema(item)
+    if not isinstance(schema, Mapping):
+        return
+    for keyword, value in schema.items():
+        if keyword in _IGNORED_KEYWORDS or (keyword == "allOf" and len(value) > 1):
+            raise ValueError(f"response_format: the schema keyword {keyword!r} is not supported")
+        if keyword in _NAMED_SCHEMAS and isinstance(value, Mapping):
+            for each in value.values():
+                _check_schema(each)
+        elif keyword not in _VALUES:
+            _check_schema(value)
 
 
 def _allows(mask: np.ndarray, token: int) -> bool:

@@ -191,7 +191,7 @@ class Runner:
                 "k": request.k,
                 "prompt_len": len(request.prompt_ids),
                 "draft_len": request.num_cached,
-                "top_k": params.top_k or 0,
+                "top_k": min(params.top_k or 0, self.step.vocab_size),
                 "seed": request.seed,
                 "coupled": request.coupled,
                 "adapter": request.adapter_slot,
@@ -210,7 +210,7 @@ class Runner:
                 params.frequency_penalty,
                 math.log(params.repetition_penalty),
             ],
-            min_tokens=params.min_tokens,
+            min_tokens=min(params.min_tokens, request.end),
             stop_ids=sorted(request.stop_ids) if params.min_tokens else [],
             bad_words=request.bad_words,
         )

@@ -124,3 +124,49 @@ def test_choice_and_grammar(spelled):
         assert engine.generate("a", greedy(20, response_format=choice)).text in choice["choice"]
         text = engine.generate("a", greedy(40, response_format=grammar)).text
         assert text.startswith("<") and set(text[1:].rstrip(">")) <= set("0123456789")
+
+
+@pytest.mark.parametrize(
+    "response_format",
+    [
+        {"type": "regex", "regex": "ab[^\\s\\S]"},
+        {"type": "grammar", "grammar": 'root ::= "ab" x\nx ::= x'},
+    ],
+)
+@pytest.mark.parametrize("draft", [None, "ngram"])
+def test_a_format_without_an_end_is_an_error_of_its_row_alone(spelled, response_format, draft):
+    """P7: nothing may follow "ab"; the row ends there, and its neighbour is not disturbed."""
+    with cpu_engine(spelled["target"], draft, 4, max_model_len=64) as engine:
+        alone = engine.generate("x", greedy(20, ignore_eos=True)).token_ids
+        params = [greedy(20, response_format=response_format), greedy(20, ignore_eos=True)]
+        stuck, other = engine.generate(["abab", "x"], params)
+        assert stuck.finish_reason == "error" and "ab".startswith(stuck.text)
+        assert other.token_ids == alone
+        assert_no_leak(engine)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "not": {"const": "a"}},
+        {"properties": {"not": {"type": "number", "multipleOf": 3}}},
+        {"allOf": [{"type": "string"}, {"maxLength": 3}]},
+        {"$defs": {"a": {"type": "array", "uniqueItems": True}}},
+        None,
+    ],
+)
+def test_schema_keywords_without_effect_are_refused_by_name(spelled, schema):
+    response_format = {"type": "json_schema", "json_schema": {"schema": schema}}
+    with (
+        cpu_engine(spelled["target"], None, max_model_len=64) as engine,
+        pytest.raises((ValueError, TypeError), match="response_format"),
+    ):
+        engine.generate("a", greedy(8, response_format=response_format))
+
+
+def test_properties_may_have_the_names_of_keywords(spelled):
+    schema = {"type": "object", "properties": {"not": {"enum": ["x"]}}, "required": ["not"]}
+    response_format = {"type": "json_schema", "json_schema": {"schema": schema}}
+    with cpu_engine(spelled["target"], "ngram", 4, max_model_len=64) as engine:
+        text = engine.generate("a", greedy(40, response_format=response_format)).text
+        assert json.loads(text) == {"not": "x"}

@@ -1,5 +1,6 @@
 """The linter, the formatter and the type checker, as tests."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -49,4 +50,6 @@ def test_mypy() -> None:
     config = str(ROOT / "pyproject.toml")
     output = run("mypy", "--config-file", config, "-p", "specdec", cwd=link_tree())
     num_files = sum(len(list((ROOT / name).rglob("*.py"))) for name in ("specdec", *MAPPED))
-    assert f"no issues found in {num_files} source files" in output
+    found = re.search(r"no issues found in (\d+) source files", output)
+    # Folders of data alone count as sources too.
+    assert found is not None and int(found[1]) >= num_files

@@ -27,7 +27,14 @@ def serve(
             help="none, auto, ngram, layer_skip:N, or a draft model of the same tokenizer."
         ),
     ] = "auto",
-    k: Annotated[int, typer.Option("--k", help="Drafts per step.")] = 4,
+    k: Annotated[
+        str,
+        typer.Option(
+            "--k",
+            metavar="N|auto",
+            help="Drafts per step; auto takes what pays at the moment, down to 0.",
+        ),
+    ] = "4",
     lora: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=PATH", help="An adapter in PEFT's format. May be repeated."),
@@ -129,6 +136,7 @@ def serve(
         max_body=max_body,
         timeout=timeout,
     )
+    width = draft_width(k)
     adapters = named_paths("--lora", lora)
     if settings.model_name in adapters:
         raise ValueError(f"--lora: {settings.model_name!r} is what the base model is called")
@@ -157,13 +165,20 @@ def serve(
     bound = bind(host, port)
     if not is_loopback(bound) and api_key is None:
         _say(f"warning: whoever reaches {url_of(bound)} may use it; --api-key asks for a key")
-    engine = Engine(model, None if draft.lower() == "none" else draft, k, **fields)
+    engine = Engine(model, None if draft.lower() == "none" else draft, width, **fields)
 
     def on_ready() -> None:
         graphs = start_up_line(engine.graph_table(), engine.capture_seconds)
         print(f"specdec serves {settings.model_name} on {url_of(bound)} ({graphs})", flush=True)
 
     run_server(engine, settings, bound, drain_timeout=drain_timeout, on_ready=on_ready)
+
+
+def draft_width(text: str) -> int | str:
+    """The value of --k. Raises ValueError for what is neither a number nor "auto"."""
+    if text != "auto" and not text.isdecimal():
+        raise ValueError(f"--k must be a number or auto, got {text!r}")
+    return text if text == "auto" else int(text)
 
 
 def named_paths(option: str, given: list[str] | None) -> dict[str, str]:

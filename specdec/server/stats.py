@@ -33,7 +33,11 @@ class TextInEngine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
-    """All of it at one moment. ``padding``: by mode and descriptor, the share of recent steps."""
+    """All of it at one moment.
+
+    ``padding``: by mode and descriptor, the mean share over recent steps. ``texts``: first those
+    that run, then those that wait, each in the order of their arrival.
+    """
 
     stats: EngineStats
     graphs: list[GraphRow]
@@ -61,7 +65,7 @@ def take_snapshot(front: ServingEngine) -> Snapshot:
             drafted=text.stats.drafted,
             accepted=text.stats.accepted,
         )
-        for text in front.running()
+        for text in sorted(front.running(), key=lambda text: (text.row < 0, text.arrival))
         if text.finish_reason is None
     ]
     return Snapshot(
@@ -82,6 +86,9 @@ def mean_padding(records: Iterable[StepRecord]) -> dict[tuple[str, BatchDescript
         live, padded = record.num_tokens, shape.num_tokens
         if shape.uniform:
             live, padded = record.num_reqs, shape.num_reqs
+        elif record.mode == "PIECEWISE":
+            # Such a graph is for any number of requests.
+            shape = shape._replace(num_reqs=0)
         if padded:
             shares[record.mode, shape].append(1 - live / padded)
     return {key: sum(each) / len(each) for key, each in shares.items()}

@@ -2,6 +2,10 @@
 
 import pytest
 
+from specdec.outputs import StepRecord
+from specdec.server.stats import as_json, mean_padding, take_snapshot
+from specdec.verifier.modes import BatchDescriptor
+
 COMPLETIONS = "/v1/completions"
 COUNTED = ("prompt_tokens", "generated_tokens", "drafted_tokens", "accepted_tokens", "texts")
 
@@ -98,8 +102,6 @@ def test_stats_show_what_runs(server, monkeypatch) -> None:
 
     def look() -> None:
         step()
-        from specdec.server.stats import as_json, take_snapshot
-
         seen.append(as_json(take_snapshot(server.front)))
 
     monkeypatch.setattr(server.engine, "step", look)
@@ -116,8 +118,9 @@ def test_stats_show_what_runs(server, monkeypatch) -> None:
     assert stats["tokens_per_second"] > 0 and stats["model"] == "tiny" and stats["k"] == 3
     assert set(stats["adapters"]) >= {"a", "b"}
     used = [graph for graph in stats["graphs"] if graph["replays"]]
-    steps = [graph for graph in used if graph["role"] == "step"]
-    assert steps and all(0 <= graph["padding"] < 1 for graph in steps)
+    # Padding is that of recent steps, which may not have met every graph.
+    padding = [graph["padding"] for graph in used if graph["padding"] is not None]
+    assert padding and all(0 <= share < 1 for share in padding)
 
 
 def test_an_engine_that_fails_is_told(start, monkeypatch) -> None:
@@ -136,14 +139,9 @@ def test_an_engine_that_fails_is_told(start, monkeypatch) -> None:
 
 
 def test_padding_is_the_mean_over_steps() -> None:
-    from specdec.outputs import StepRecord
-    from specdec.server.stats import mean_padding
-    from specdec.verifier.modes import BatchDescriptor
-
     shape = BatchDescriptor(16, 4, True)
     records = [StepRecord("FULL", shape, reqs, 4 * reqs, 3, None) for reqs in (1, 4, 4)]
-    flat = BatchDescriptor(10, 0)
-    records.append(StepRecord("PIECEWISE", flat, 1, 7, 0, None))
+    records.append(StepRecord("PIECEWISE", BatchDescriptor(10, 2), 2, 7, 0, None))
     padding = mean_padding(records)
     assert padding["FULL", shape] == pytest.approx(0.25)
-    assert padding["PIECEWISE", flat] == pytest.approx(0.3)
+    assert padding["PIECEWISE", BatchDescriptor(10, 0)] == pytest.approx(0.3)

@@ -98,6 +98,7 @@ def test_what_does_not_end_in_time_is_aborted_and_told(tiny) -> None:
         (["--api-key", "two words"], "api_key"),
         (["--max-waiting", "0"], "max_waiting"),
         (["--timeout", "0"], "timeout"),
+        (["--k", "many"], "--k must be a number or auto"),
         (["--host", "256.0.0.1"], "256.0.0.1"),
         (["--engine-options", "[]"], "--engine-options"),
         (["--engine-options", '{"dtype": "float32"}'], "dtype"),
