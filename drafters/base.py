@@ -5,6 +5,7 @@ Shape letters: R requests of the batch, V the target's vocabulary.
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from specdec.verifier.batch import PrefillBatch
@@ -73,10 +74,44 @@ class Drafter:
         """
 
 
-def as_draft(proposal: Draft | Tensor | tuple[Tensor, Tensor | None]) -> Draft:
-    """The forms that ``propose`` may return, as one."""
-    if isinstance(proposal, Draft):
-        return proposal
+class DrafterLike(Drafter):
+    """Any object with ``propose`` as a Drafter: what it does not have is the default."""
+
+    def __init__(self, wrapped: object) -> None:
+        self.name = type(wrapped).__name__
+        own = ("name", "capturable", "catchup_width", "max_model_len", "uses_adapters")
+        calls = ("propose", "prefill", "advance", "catch_up", "bytes_per_block", "attach")
+        for name in (*own, *calls):
+            if hasattr(wrapped, name):
+                setattr(self, name, getattr(wrapped, name))
+
+
+def as_draft(proposal: object, num_reqs: int, k: int, name: str) -> Draft:
+    """What ``propose`` returned, checked.
+
+    Raises TypeError or ValueError naming the drafter for anything but ids [num_reqs, k] of an
+    integer dtype, with or without probabilities [num_reqs, k, V].
+    """
     if isinstance(proposal, Tensor):
-        return Draft(proposal)
-    return Draft(*proposal)
+        proposal = Draft(proposal)
+    elif isinstance(proposal, tuple) and len(proposal) == 2:
+        proposal = Draft(*proposal)
+    if not isinstance(proposal, Draft) or not isinstance(proposal.ids, Tensor):
+        raise TypeError(
+            f"drafter {name!r}: propose must return a tensor of ids, a pair of ids and "
+            f"probabilities, or a Draft; got {type(proposal).__name__}"
+        )
+    ids, probs = proposal.ids, proposal.probs
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise TypeError(f"drafter {name!r}: ids must be integers, got {ids.dtype}")
+    if tuple(ids.shape) != (num_reqs, k):
+        raise ValueError(
+            f"drafter {name!r}: propose must return ids of shape {[num_reqs, k]}, "
+            f"got {list(ids.shape)}"
+        )
+    if probs is not None and (probs.dim() != 3 or tuple(probs.shape[:2]) != (num_reqs, k)):
+        raise ValueError(
+            f"drafter {name!r}: probabilities must have the shape [{num_reqs}, {k}, V], "
+            f"got {list(probs.shape)}"
+        )
+    return Draft(ids.long(), probs)

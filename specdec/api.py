@@ -53,6 +53,8 @@ def generate(
 def chat_prompts(engine: Engine, prompt: Any) -> Any:
     """Strings and messages under the model's chat template, as token ids; ids as they are."""
     if isinstance(prompt, str):
+        if not prompt:
+            raise ValueError("prompt is empty; at least one token is needed")
         return _templated(engine, [{"role": "user", "content": prompt}], prompt)
     if isinstance(prompt, Sequence) and prompt:
         if all(isinstance(item, Mapping) for item in prompt):
@@ -73,11 +75,18 @@ def _templated(engine: Engine, messages: list[Any], plain: str | None) -> Any:
 
 
 def _engine(model: Any, draft: Any, k: int | str, engine_fields: dict[str, Any]) -> Engine:
-    key = repr((model, draft if isinstance(draft, str | Path | None) else id(draft), k))
+    key = repr((_identity(model), _identity(draft), k))
     key += repr(sorted(engine_fields.items()))
     if key not in _engines:
         _engines[key] = Engine(model, draft, k, **engine_fields)
     return _engines[key]
+
+
+def _identity(value: Any) -> Any:
+    """What tells one model or drafter from another: a path wherever the process stands by then."""
+    if isinstance(value, str | Path):
+        return str(Path(value).resolve()) if Path(value).exists() else str(value)
+    return None if value is None else id(value)
 
 
 def _adapter(engine: Engine, path: str | Path) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -16,6 +17,11 @@ from specdec.intake import Prompt
 from specdec.outputs import Generation, StreamEvent
 from specdec.params import SamplingParams
 from specdec.request import Request
+
+logger = logging.getLogger(__name__)
+
+# Failed steps one after the other after which the engine counts as broken.
+MAX_FAILED_STEPS = 3
 
 
 class EngineOverloadedError(RuntimeError):
@@ -58,6 +64,7 @@ class AsyncEngine:
         self._held_lock = threading.Lock()
         self._failure: BaseException | None = None
         self._closing = False
+        self._failed_steps = 0
         self._thread = threading.Thread(target=self._run, name="specdec-engine", daemon=True)
         self._thread.start()
 
@@ -168,7 +175,7 @@ class AsyncEngine:
         try:
             while self._take_commands():
                 if self._callers:
-                    self.engine.step()
+                    self._step()
                     self._send_events()
         except BaseException as error:
             self._failure = error
@@ -184,6 +191,17 @@ class AsyncEngine:
             self._callers.clear()
             self.engine.close()
             self._refuse_commands()
+
+    def _step(self) -> None:
+        """A step that fails leaves the engine as it was; only a row of failures is final."""
+        try:
+            self.engine.step()
+            self._failed_steps = 0
+        except Exception:
+            self._failed_steps += 1
+            if self._failed_steps >= MAX_FAILED_STEPS:
+                raise
+            logger.exception("a step failed; its requests are computed anew")
 
     def _take_commands(self) -> bool:
         """Run what callers asked for; wait for it where there is nothing else. False: stop."""

@@ -4,14 +4,13 @@ import logging
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
 
 import torch
 
 from specdec.adapters import make_table, read_adapters
 from specdec.config import DTYPES, EngineConfig
 from specdec.drafters.adaptive import AdaptiveK, widths_up_to
-from specdec.drafters.base import Drafter
+from specdec.drafters.base import Drafter, DrafterLike
 from specdec.drafters.draft_model import DraftModelDrafter
 from specdec.drafters.layer_skip import LayerSkipDrafter, skipped_layers
 from specdec.drafters.ngram import NgramDrafter
@@ -43,6 +42,8 @@ DEFAULT_MAX_NUM_SEQS = {"cpu": 8, "cuda": 64}
 CPU_KV_BYTES = 2 * 2**30
 # GPU memory left for activations and graphs when the KV cache takes the rest.
 GPU_RESERVED_BYTES = 3 * 2**30
+
+DRAFTERS = "auto, ngram, layer_skip:N"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -222,6 +223,8 @@ def _read(model: str | Path | CausalLM | None) -> _Source:
 
 
 def _limits(config: EngineConfig, source: _Source, k: int | str, device: torch.device) -> _Limits:
+    if k and max(config.extra_k, default=0) > (config.k_max if k == "auto" else int(k)):
+        raise ValueError(f"extra_k {list(config.extra_k)} must not be above k, {k}")
     widths = widths_up_to(config.k_max) if k == "auto" else [int(k)]
     max_k = max(widths)
     vocab_size = source.config.vocab_size
@@ -250,16 +253,21 @@ def _check_draft(draft: str | Path | CausalLM | Drafter | None, target: _Source)
     if isinstance(draft, CausalLM):
         return _read(draft)
     if not isinstance(draft, str | Path):
-        if not callable(getattr(draft, "propose", None)):
+        if isinstance(draft, type) or not callable(getattr(draft, "propose", None)):
             raise TypeError(f"draft must be None, a string, a path or a Drafter, got {draft!r}")
         return None
     text = str(draft)
     if text.startswith("layer_skip"):
         skipped_layers(text, target.config.num_layers)
         return None
+    if not text or text == "none":
+        raise ValueError(f"draft={text!r}: pass None for no drafter, or one of {DRAFTERS}")
     if text == "suffix" or text.startswith("eagle:"):
         raise ValueError(f"draft={text!r} is not supported yet")
-    source = _read(text)
+    try:
+        source = _read(text)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"draft {text!r} is none of {DRAFTERS}, and {error}") from error
     difference = compare_tokenizers(target.tokenizer, source.tokenizer)
     if difference is not None:
         raise ValueError(f"draft {text!r} has another tokenizer than the target: {difference}")
@@ -294,7 +302,9 @@ def _heavy_drafter(
 ) -> Drafter | None:
     """A drafter that brings weights or an object of the user's own; None for the others."""
     if source is None:
-        return None if draft is None or isinstance(draft, str | Path) else cast(Drafter, draft)
+        if draft is None or isinstance(draft, str | Path | CausalLM):
+            return None
+        return draft if isinstance(draft, Drafter) else DrafterLike(draft)
     model = _load(source, config, backend, device)
     return DraftModelDrafter(model, vocab_size=limits.vocab_size)
 

@@ -102,15 +102,17 @@ class EngineConfig:
             "k_max",
         ):
             _check_positive(name, getattr(self, name))
+        for name in ("max_num_batched_tokens", "k_max"):
+            if getattr(self, name) is None:
+                raise TypeError(f"{name} must be an integer, got None")
         if self.kv_block_size != "auto":
             _check_positive("kv_block_size", self.kv_block_size)
             size = self.kv_block_size
             if not isinstance(size, int) or size > 256 or size & (size - 1):
                 raise ValueError(f"kv_block_size must be a power of two from 1 to 256, got {size}")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(
-                f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}"
-            )
+        share = self.gpu_memory_utilization
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {share!r}")
         _check_positive("graph_memory_limit", self.graph_memory_limit)
         for name in ("max_loras", "max_lora_rank"):
             _check_positive(name, getattr(self, name))
@@ -120,11 +122,13 @@ class EngineConfig:
                 raise ValueError(
                     f"{name} must be True, False or 'auto', got {getattr(self, name)!r}"
                 )
-        for size in self.capture_sizes or ():
-            _check_positive("cudagraph_capture_sizes", size)
-        for count in self.uniform_request_counts or ():
-            _check_positive("uniform_request_counts", count)
+        for name in ("enable_prefix_caching", "debug", "verify_graphs"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
         self._check_compilation_config()
+        _check_sizes("cudagraph_capture_sizes", self.capture_sizes, 1)
+        _check_sizes("uniform_request_counts", self.uniform_request_counts, 1)
+        _check_sizes("extra_k", self.extra_k, 0)
         _ = self.graph_mode, self.torch_device
 
     def _check_adapters(self) -> None:
@@ -231,3 +235,16 @@ def _check_positive(name: str, value: object) -> None:
         raise TypeError(f"{name} must be an integer, got {value!r}")
     if value < 1:
         raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+def _check_sizes(name: str, value: object, low: int) -> None:
+    """A list of integers of at least ``low``, or None."""
+    if value is None and name != "extra_k":
+        return
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise TypeError(f"{name} must be a list of integers, got {value!r}")
+    for size in value:
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"{name} must be a list of integers, got {value!r}")
+        if size < low:
+            raise ValueError(f"{name} must hold integers of at least {low}, got {size}")

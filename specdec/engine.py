@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -98,6 +98,8 @@ class Engine:
 
         All requests are checked before any runs.
         """
+        if not isinstance(prompts, str | Sequence):
+            raise TypeError(f"prompt must be a string or a list, got {type(prompts).__name__}")
         single = isinstance(prompts, str) or not prompts or not _is_prompt(prompts[0])
         many: list[Any] = [prompts] if single else list(prompts)
         requests = zip(many, self._params_for(many, params), lora_names(many, lora), strict=True)
@@ -116,9 +118,9 @@ class Engine:
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, lora: str | None = None
-    ) -> Iterator[StreamEvent]:
+    ) -> Stream:
         """Generate one prompt, yielding what each step adds. Closing the iterator aborts it."""
-        return self._events(self.add_request(prompt, params, lora))
+        return Stream(self, self.add_request(prompt, params, lora))
 
     def add_request(
         self, prompt: Prompt, params: SamplingParams | None = None, lora: str | None = None
@@ -164,6 +166,10 @@ class Engine:
     def crossover(self) -> list[tuple[int, int, dict[int, float]]]:
         """With k="auto": per number of requests, the k that wins now and each k's tokens/s."""
         return self._adaptive.crossover() if self._adaptive is not None else []
+
+    def abort_all(self, group: Sequence[Request]) -> None:
+        """End these requests where they stand; those that have ended are left alone."""
+        self._abort(group)
 
     def graph_table(self) -> list[GraphRow]:
         """One row per captured graph."""
@@ -217,11 +223,17 @@ class Engine:
         if plan is None:
             return self._drain()
         of_last_step = len(self._launched)
-        self._install(plan)
-        if not plan.is_empty:
-            launched, records = launch(self._runner, plan)
-            self._track(launched, records)
-            self._stats.prefill_chunks += len(plan.prefills)
+        try:
+            self._install(plan)
+            if not plan.is_empty:
+                self._track(*launch(self._runner, plan))
+                self._stats.prefill_chunks += len(plan.prefills)
+        except BaseException:
+            # Nothing of this step counts. What was launched before it is whole; its requests are
+            # computed anew from what they have committed.
+            self._drain()
+            self._scheduler.give_back(plan)
+            raise
         if self._reads_late and not plan.is_empty:
             self._drain(of_last_step)
         else:
@@ -252,10 +264,10 @@ class Engine:
         """Write the rows and block tables that this plan adds."""
         state = self._runner.state
         self._lora.load_pending()
-        for request in plan.admitted:
-            self._runner.install(request)
         for request, first, blocks in plan.new_blocks:
             state.write_blocks(request.row, first, blocks)
+        for request in plan.admitted:
+            self._runner.install(request)
 
     def _track(self, launched: list[Launched], records: list[StepRecord]) -> None:
         """Keep what has been launched until it is read, and note which graphs it took."""
@@ -318,30 +330,20 @@ class Engine:
 
     def _abort(self, group: Sequence[Request]) -> None:
         for request in group:
-            if request.finish_reason is None:
+            if request in self._tails:
                 tail = self._tails[request]
                 close(request, tail)
                 request.finish_reason = "abort"
                 request.events.append(event(request, tail, 0))
                 self._retire(request)
 
-    def _events(self, group: list[Request]) -> Iterator[StreamEvent]:
-        try:
-            while True:
-                for request in group:
-                    while request.events:
-                        yield request.events.popleft()
-                if all(r.finish_reason is not None and not r.events for r in group):
-                    return
-                self.step()
-        finally:
-            self._abort(group)
-
     def _params_for(
         self, prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
             return [params or SamplingParams()] * len(prompts)
+        if not isinstance(params, Sequence):
+            raise TypeError(f"params must be SamplingParams or a list of them, got {params!r}")
         if len(params) != len(prompts):
             raise ValueError(f"params: {len(params)} given for {len(prompts)} prompts")
         return list(params)
@@ -368,6 +370,41 @@ class Engine:
         if record.descriptor.uniform:
             self._stats.live_rows += record.num_reqs
             self._stats.padded_rows += record.descriptor.num_reqs - record.num_reqs
+
+
+class Stream:
+    """The events of one request, stepping the engine as they are asked for.
+
+    Closing it, or letting go of it, aborts what still runs, also before the first event.
+    """
+
+    def __init__(self, engine: Engine, group: list[Request]) -> None:
+        self._engine = engine
+        self._group = group
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> StreamEvent:
+        while True:
+            for request in self._group:
+                if request.events:
+                    return request.events.popleft()
+            if all(request.finish_reason is not None for request in self._group):
+                raise StopIteration
+            try:
+                self._engine.step()
+            except BaseException:
+                self.close()
+                raise
+
+    def close(self) -> None:
+        self._engine.abort_all(self._group)
+        for request in self._group:
+            request.events.clear()
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def _is_prompt(value: object) -> bool:

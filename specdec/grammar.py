@@ -24,6 +24,7 @@ _IGNORED_KEYWORDS = frozenset(
 _NAMED_SCHEMAS = frozenset(["properties", "patternProperties", "$defs", "definitions"])
 _VALUES = frozenset(["enum", "const", "default", "examples", "required"])
 
+_ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"})
 FORMATS = "json_object, json_schema, regex, grammar, choice or text"
 
 
@@ -95,14 +96,14 @@ class GrammarCompiler:
         """The start of a text in this format. Raises ValueError naming what is wrong with it."""
         try:
             compiled = self._compile(response_format)
-        except (RuntimeError, TypeError) as error:
+        except (RuntimeError, TypeError, ValueError) as error:
             raise ValueError(f"response_format: {error}") from error
         return GrammarState(compiled, self._eos_ids, self._vocab_size)
 
     def _compile(self, response_format: Mapping[str, Any]) -> Any:
         kind = response_format["type"]
         if kind == "json_object":
-            return self._compiler.compile_builtin_json_grammar()
+            return self._compiler.compile_json_schema({"type": "object"}, any_whitespace=False)
         if kind == "json_schema":
             schema = response_format["json_schema"]
             # Free white space lets a weak model write nothing else until its length ends.
@@ -147,7 +148,11 @@ def check_format(response_format: object) -> Mapping[str, Any] | None:
         _check_schema(schema)
     if kind == "choice":
         words = response_format["choice"]
-        if not words or not all(isinstance(word, str) and word for word in words):
+        if (
+            isinstance(words, str)
+            or not words
+            or not all(isinstance(word, str) and word for word in words)
+        ):
             raise ValueError("response_format: choice must be a list of strings that are not empty")
     return response_format
 
@@ -174,8 +179,15 @@ def _allows(mask: np.ndarray, token: int) -> bool:
 
 
 def _quoted(word: str) -> str:
-    escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    return f'"{escaped}"'
+    for plain, escaped in (
+        ("\\", "\\\\"),
+        ('"', '\\"'),
+        ("\n", "\\n"),
+        ("\r", "\\r"),
+        ("\t", "\\t"),
+    ):
+        word = word.replace(plain, escaped)
+    return f'"{word}"'
 
 
 def _strings(tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> list[str]:

@@ -63,7 +63,7 @@ class Intake:
                 f"positions and the pool has {self.num_kv_blocks}; lower max_new_tokens"
             )
         arrival = next(self._arrivals)
-        seed = params.seed if params.seed is not None else secrets.randbits(64)
+        seed = int(params.seed) if params.seed is not None else secrets.randbits(64)
         coupled = self.acceptance == "coupled" or (
             self.acceptance == "auto" and params.seed is not None
         )
@@ -130,7 +130,7 @@ class Intake:
         if params.stop_strings and self.tokenizer is None:
             raise ValueError("stop: this model has no tokenizer; use stop_token_ids")
         k = params.k
-        if self.speculates and isinstance(k, int) and k > self.max_k:
+        if self.speculates and k not in (None, "auto") and int(k) > self.max_k:
             raise ValueError(f"k must be between 0 and the engine's k ({self.max_k}), got {k}")
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 # The likeliest tokens of a position that a request may ask for, as in OpenAI's interface.
 MAX_LOGPROBS = 20
+MAX_CHOICES = 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +75,7 @@ class SamplingParams:
             raise ValueError(
                 f"min_tokens ({self.min_tokens}) is above max_new_tokens ({self.max_new_tokens})"
             )
-        _check_int("n", self.n, 1)
+        _check_int("n", self.n, 1, MAX_CHOICES)
         _check_float("presence_penalty", self.presence_penalty)
         _check_float("frequency_penalty", self.frequency_penalty)
         _check_float("repetition_penalty", self.repetition_penalty, low=0.0, open_low=True)

@@ -43,6 +43,7 @@ class Request:
     events: deque[StreamEvent] = field(default_factory=deque)
     token_times: list[float] = field(default_factory=list)
 
+    last_step: int = 0  # scheduler's step in which it last ran
     row: int = -1  # row of the device state; -1 while it waits
     blocks: list[int] = field(default_factory=list)
     prefill_goal: int = 0  # positions that the prefill computes

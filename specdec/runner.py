@@ -24,6 +24,13 @@ from specdec.verifier.graph import GraphRow
 from specdec.verifier.modes import BatchDescriptor, CUDAGraphMode
 from specdec.verifier.state import RowState
 
+# Past these a value decides everything already, and float32 would overflow on the way.
+MIN_TEMPERATURE, MAX_SHIFT, MAX_LOG_FACTOR = 1e-6, 1e20, 46.0
+
+
+def _in_range(value: float, low: float = -MAX_SHIFT) -> float:
+    return max(low, min(value, MAX_SHIFT)) if value else 0.0
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Needs:
@@ -197,18 +204,18 @@ class Runner:
                 "adapter": request.adapter_slot,
             },
             {
-                "temperature": params.temperature,
+                "temperature": _in_range(params.temperature, MIN_TEMPERATURE),
                 "top_p": params.top_p,
                 "min_p": params.min_p,
             },
         )
         self.state.write_rules(
             request.row,
-            bias=dict(params.logit_bias or {}),
+            bias={token: _in_range(bias) for token, bias in (params.logit_bias or {}).items()},
             penalties=[
-                params.presence_penalty,
-                params.frequency_penalty,
-                math.log(params.repetition_penalty),
+                _in_range(params.presence_penalty),
+                _in_range(params.frequency_penalty),
+                max(-MAX_LOG_FACTOR, min(math.log(params.repetition_penalty), MAX_LOG_FACTOR)),
             ],
             min_tokens=min(params.min_tokens, request.end),
             stop_ids=sorted(request.stop_ids) if params.min_tokens else [],

@@ -71,7 +71,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_cached_tokens = 0
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
-        self._turn = 0
+        self._step = 0
         self._unwritten_blocks: list[tuple[Request, int, list[int]]] = []
 
     def add(self, request: Request) -> None:
@@ -109,14 +109,20 @@ class Scheduler:
 
     def _take_turns(self, decodes: list[Request], k: int) -> list[Request]:
         budget = self.max_num_batched_tokens
-        if self.waiting or any(not r.is_prefilled for r in self.running):
+        can_start = bool(self.waiting and self._free_rows)
+        prompts_wait = can_start or any(not r.is_prefilled for r in self.running)
+        if prompts_wait:
             budget -= budget // 4
-        limit = max(budget // (1 + k), 1)
-        if len(decodes) <= limit:
-            return list(decodes)
-        start = self._turn % len(decodes)
-        self._turn += limit
-        chosen = [decodes[(start + i) % len(decodes)] for i in range(limit)]
+        self._step += 1
+        limit = budget // (1 + k)
+        if limit == 0:
+            # Room for one row or for prompts: every other step is the prompts'.
+            if prompts_wait and self._step % 2:
+                return []
+            limit = 1
+        chosen = sorted(decodes, key=lambda r: (r.last_step, r.rank))[:limit]
+        for request in chosen:
+            request.last_step = self._step
         return sorted(chosen, key=lambda r: r.rank)
 
     def _schedule_prefills(self, plan: StepPlan) -> None:
@@ -140,6 +146,7 @@ class Scheduler:
             self.waiting.remove(request)
             self.num_cached_tokens += request.num_cached
             request.row = self._free_rows.pop()
+            request.last_step = self._step
             self.running.append(request)
             plan.admitted.append(request)
             budget -= self._add_chunk(request, budget, plan)
@@ -215,6 +222,13 @@ class Scheduler:
         self.add(request)
         plan.decodes = [r for r in plan.decodes if r is not request]
         plan.new_blocks = [entry for entry in plan.new_blocks if entry[0] is not request]
+
+    def give_back(self, plan: StepPlan) -> None:
+        """Undo a plan that could not be launched: its requests wait, to be computed anew."""
+        for request in plan.requests:
+            if request.row >= 0:
+                self._release(request)
+                self.add(request)
 
     def _give_up_blocks(self, request: Request, plan: StepPlan) -> None:
         self.pool.release(request.blocks)

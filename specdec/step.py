@@ -47,6 +47,7 @@ class DecodeStep:
         self.state = state
         self.drafter = drafter
         self.vocab_size = vocab_size
+        self._warned_of_probs = False
         shape = (state.max_num_seqs,)
         self.slots = torch.full(shape, state.dump_row, dtype=torch.int64, device=state.device)
         # Drafts that the host brings (split step), and the distributions they came from.
@@ -63,7 +64,7 @@ class DecodeStep:
         if self.drafter is None or k == 0:
             draft = Draft(self.draft_ids[:num_reqs, :0])
         else:
-            draft = as_draft(self.drafter.propose(rows, k))
+            draft = self.draft(num_reqs, k, sampled, has_lora)
         return self._verify(rows, draft)
 
     def verify(self, num_reqs: int, k: int, sampled: bool, has_lora: bool = False) -> PassResult:
@@ -74,17 +75,12 @@ class DecodeStep:
 
     def draft_on_host(self, num_reqs: int, k: int, sampled: bool) -> None:
         """Put a host drafter's proposal where ``verify`` reads it; padding rows draft nothing."""
-        assert self.drafter is not None
-        draft = as_draft(self.drafter.propose(self.rows(num_reqs, sampled), k))
-        name = getattr(self.drafter, "name", "drafter")
-        if draft.ids.shape != (num_reqs, k):
-            raise ValueError(
-                f"drafter {name!r}: propose must return ids of shape {[num_reqs, k]}, "
-                f"got {list(draft.ids.shape)}"
-            )
-        if draft.probs is not None:
+        draft = self.draft(num_reqs, k, sampled)
+        if draft.probs is not None and not self._warned_of_probs:
             # Each draft counts as one-hot, which is as exact and accepts a little less.
+            name = self.drafter.name if self.drafter is not None else ""
             logger.warning("drafter %r: probabilities of host drafters are not used", name)
+            self._warned_of_probs = True
         self.draft_ids[:num_reqs, :k] = draft.ids.to(self.draft_ids)
         self.draft_ids[num_reqs:, :k] = -1
 
@@ -96,9 +92,10 @@ class DecodeStep:
         return self.state.draft_len[rows.slots]
 
     def draft(self, num_reqs: int, k: int, sampled: bool, has_lora: bool = False) -> Draft:
-        """Draft only: for a batch whose verify rows share a pass with prompts."""
+        """Draft only. The drafter gets a view of its own, so that it cannot change the text."""
         assert self.drafter is not None
-        return as_draft(self.drafter.propose(self.rows(num_reqs, sampled, has_lora), k))
+        proposal = self.drafter.propose(self.rows(num_reqs, sampled, has_lora), k)
+        return as_draft(proposal, num_reqs, k, self.drafter.name)
 
     def mixed(
         self,

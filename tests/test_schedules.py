@@ -20,6 +20,7 @@ TRAFFIC = {
     "ngram": (4, "ngram", {"num_kv_blocks": 14, "max_num_seqs": 4}),
     "chunked": (4, "blend.1", {"num_kv_blocks": 24, "max_num_batched_tokens": 20,
                                "max_num_seqs": 4}),
+    "read late": (4, "blend.1", {"num_kv_blocks": 14, "max_num_seqs": 4, "async_scheduling": True}),
     "small blocks": (4, "blend.1", {"num_kv_blocks": 50, "kv_block_size": 1, "max_num_seqs": 4}),
 }  # fmt: skip
 
@@ -37,6 +38,17 @@ def traffic(request, models):
             assert_decodes_replayed(engine)
 
 
+RULES = [
+    {"presence_penalty": 0.6, "frequency_penalty": 1.5},
+    {"repetition_penalty": 1.4},
+    {"logit_bias": {3: 4.0, 90: -100.0}},
+    {"bad_words": [[17], [4, 5], [82]]},
+    {"min_tokens": 1, "stop_token_ids": [3, 44, 82, 120]},
+    {"stop_token_ids": list(range(40, 90))},
+    {"logprobs": 2},
+]
+
+
 def random_requests(chosen, k, count):
     """Prompts of 1 to 14 tokens, some of few distinct ids so that lookups match."""
     requests = []
@@ -46,7 +58,10 @@ def random_requests(chosen, k, count):
         fields = {"k": chosen.choice([None, None, 0, 1, k])}
         if chosen.random() < 0.3:
             fields |= {"temperature": chosen.choice([0.5, 1.0]), "seed": chosen.randrange(2**64)}
-            fields |= chosen.choice([{}, {"top_p": 0.8}, {"top_k": 9}, {"presence_penalty": 0.6}])
+            fields |= chosen.choice([{}, {"top_p": 0.8}, {"top_k": 9}, {"min_p": 0.1}])
+        if chosen.random() < 0.3:
+            fields |= chosen.choice(RULES)
+        fields |= {"priority": chosen.choice([0, 0, 1, -1])}
         requests.append((prompt, greedy(chosen.randint(1, 22), **fields)))
     return requests
 
@@ -59,7 +74,9 @@ def solo(models):
 
 
 def check(oracles, solo, draft, engine_k, prompt, params, found):
-    if params.temperature > 0:
+    plain = greedy()
+    names = {"temperature", *(name for rule in RULES for name in rule)}
+    if any(getattr(params, name) != getattr(plain, name) for name in names):
         ids = found if isinstance(found, list) else found.token_ids
         assert ids == solo(prompt, params)
         return
@@ -115,7 +132,8 @@ def test_arrivals_and_aborts(traffic, oracles, solo, seed):
         if reason == "abort":
             assert ids == solo(prompt, params)[: len(ids)]
         else:
-            assert reason == "length"
+            stopped = ids[-1] in (params.stop_token_ids or ())
+            assert reason == ("stop" if stopped else "length")
             check(oracles, solo, draft, k, prompt, params, ids)
     assert_no_leak(engine)
 

@@ -92,10 +92,13 @@ def accept(
         logits = apply_rules(logits, draft_ids, rules)
     if allowed is not None:
         logits = apply_masks(logits, allowed)
+    # Rules that ban every token leave none to choose.
+    finite = finite & logits.amax(-1).isfinite()
     targets = logits.argmax(-1)  # [R, Q]
     if rows is None:
         return accept_greedy(targets, finite, draft_ids, num_drafted)
     logp = log_probs(logits, rows)
+    finite = finite & (logp.amax(-1).isfinite() | rows.greedy[:, None])
     targets = torch.where(rows.greedy[:, None], targets, coupled_tokens(logp, rows))
     by_rejection = ~rows.greedy & ~rows.coupled
     passes = _passes_rejection(logp, draft_ids, draft_probs, rows)
