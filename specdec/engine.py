@@ -15,10 +15,11 @@ from specdec.ends import TextTail, close, commit, event
 from specdec.intake import Intake, Prompt
 from specdec.launch import Launched, launch
 from specdec.lora import LoraManager, lora_names
-from specdec.outputs import EngineStats, Generation, StepRecord, StreamEvent
+from specdec.outputs import EngineStats, Generation, StepRecord
 from specdec.params import SamplingParams
 from specdec.request import Request
 from specdec.scheduler import StepPlan
+from specdec.stream import Stream
 from specdec.verifier.batch import RowResult
 from specdec.verifier.graph import GraphRow
 
@@ -370,41 +371,6 @@ class Engine:
         if record.descriptor.uniform:
             self._stats.live_rows += record.num_reqs
             self._stats.padded_rows += record.descriptor.num_reqs - record.num_reqs
-
-
-class Stream:
-    """The events of one request, stepping the engine as they are asked for.
-
-    Closing it, or letting go of it, aborts what still runs, also before the first event.
-    """
-
-    def __init__(self, engine: Engine, group: list[Request]) -> None:
-        self._engine = engine
-        self._group = group
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> StreamEvent:
-        while True:
-            for request in self._group:
-                if request.events:
-                    return request.events.popleft()
-            if all(request.finish_reason is not None for request in self._group):
-                raise StopIteration
-            try:
-                self._engine.step()
-            except BaseException:
-                self.close()
-                raise
-
-    def close(self) -> None:
-        self._engine.abort_all(self._group)
-        for request in self._group:
-            request.events.clear()
-
-    def __del__(self) -> None:
-        self.close()
 
 
 def _is_prompt(value: object) -> bool:
