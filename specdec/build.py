@@ -27,7 +27,7 @@ from specdec.verifier.attention.base import AttentionBackend
 from specdec.verifier.attention.select import select_backend
 from specdec.verifier.hub import resolve_model
 from specdec.verifier.kv_cache import BlockPool, KVCache
-from specdec.verifier.loading import load_model, read_config
+from specdec.verifier.loading import load_model, open_checkpoint, read_config
 from specdec.verifier.models.config import ModelConfig
 from specdec.verifier.models.llama import CausalLM
 from specdec.verifier.modes import resolve_uniform_query_lens
@@ -102,6 +102,10 @@ def build(
     lora = read_adapters(config.lora, target_source.config, config.max_lora_rank)
     draft_lora = _read_draft_lora(config, draft_source)
 
+    for each in (target_source, draft_source):
+        # Missing, misshapen or damaged tensors are refused before either model takes memory.
+        if each is not None and not isinstance(each.model, CausalLM):
+            open_checkpoint(resolve_model(each.model, weights=True))
     target = _load(target_source, config, backend, device)
     drafter = _heavy_drafter(draft, draft_source, own, draft_backend, limits, device)
     adapters = None

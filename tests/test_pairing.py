@@ -203,3 +203,16 @@ def test_target_and_draft_keep_their_own_rope_and_norm(tmp_path, models, oracles
         for prompt, out in zip(PROMPTS, engine.generate(PROMPTS, greedy(15)), strict=True):
             expected = speculate(oracles["target"], proposer, prompt, k=3, max_new_tokens=15)
             expect(out, expected)
+
+
+def test_a_draft_without_a_tensor_is_refused_before_the_target_loads(models, tmp_path, monkeypatch):
+    from safetensors.torch import load_file, save_file
+
+    draft = tmp_path / "draft"
+    shutil.copytree(models["blend.1"], draft)
+    tensors = load_file(draft / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, draft / "model.safetensors")
+    monkeypatch.setattr("specdec.build.load_model", lambda *args, **kwargs: pytest.fail("loaded"))
+    with pytest.raises(ValueError, match=r"model\.norm\.weight"):
+        cpu_engine(models["target"], str(draft))
