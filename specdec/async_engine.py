@@ -65,6 +65,8 @@ class AsyncEngine:
         self._failure: BaseException | None = None
         self._closing = False
         self._failed_steps = 0
+        # The current device is one of a thread's own: the engine's thread takes its maker's.
+        self._cuda_device = torch.cuda.current_device() if engine.device.type == "cuda" else None
         self._thread = threading.Thread(target=self._run, name="specdec-engine", daemon=True)
         self._thread.start()
 
@@ -168,11 +170,9 @@ class AsyncEngine:
     # -- the engine's thread ----------------------------------------------------------------------
 
     def _run(self) -> None:
-        device = self.engine.device
-        if device.type == "cuda":
-            # The current device is one of a thread's own.
-            torch.cuda.set_device(device)
         try:
+            if self._cuda_device is not None:
+                torch.cuda.set_device(self._cuda_device)
             while self._take_commands():
                 if self._callers:
                     self._step()

@@ -16,6 +16,7 @@ import specdec
 from specdec.verifier.attention.select import select_backend
 from specdec.verifier.loading import random_weights, truncate_layers
 from specdec.verifier.models.config import config_from_json
+from specdec.verifier.peft_format import AdapterWeights, adapter_sites
 
 pytestmark = pytest.mark.gpu
 
@@ -39,10 +40,12 @@ class Cell:
     seeded: bool  # coupled acceptance at temperature 0.8, else greedy
     arrival: str  # "together", "staggered" or "pairs"
     budget: int = 2048  # tokens of a step: the size of prefill chunks
+    lora: bool = False  # two adapters beside base rows, else no adapters at all
 
     def __str__(self):
         how = "coupled" if self.seeded else "greedy"
-        return f"{self.draft}-k{self.k}-{how}-{self.arrival}-{self.budget}"
+        lora = "-lora" if self.lora else ""
+        return f"{self.draft}-k{self.k}-{how}-{self.arrival}-{self.budget}{lora}"
 
 
 CELLS = [
@@ -57,7 +60,12 @@ CELLS = [
     Cell(draft="ngram", k=7, seeded=True, arrival="together"),
     Cell(draft="layer_skip:2", k=4, seeded=False, arrival="together"),
     Cell(draft="layer_skip:2", k=2, seeded=True, arrival="staggered"),
+    Cell(draft=None, k=0, seeded=True, arrival="together", lora=True),
+    Cell(draft="model", k=4, seeded=False, arrival="staggered", budget=256, lora=True),
+    Cell(draft="ngram", k=2, seeded=True, arrival="pairs", lora=True),
+    Cell(draft="layer_skip:2", k=7, seeded=False, arrival="together", budget=100, lora=True),
 ]
+ADAPTERS = ("first", "second")
 
 
 @pytest.fixture(scope="module")
@@ -115,9 +123,30 @@ def params(index, seeded):
     )
 
 
-def make_engine(target, draft, k, **options):
+def adapter_of(index, lora):
+    """Every other prompt is the base model's."""
+    return ADAPTERS[index // 2 % 2] if lora and index % 2 else None
+
+
+def random_adapter(model, rank, seed):
+    generator = torch.Generator("cuda").manual_seed(seed)
+
+    def draw(*shape):
+        return 0.02 * torch.randn(*shape, generator=generator, device="cuda").cpu()
+
+    sites = {
+        name: (draw(rank, columns), draw(rows, rank))
+        for name, (rows, columns) in adapter_sites(model.config).items()
+        if ".layers." in name
+    }
+    return AdapterWeights(path=f"random {seed}", rank=rank, sites=sites, base_weights={})
+
+
+def make_engine(target, draft, k, *, lora=False, **options):
     draft = truncate_layers(target, 2) if draft == "model" else draft
-    return specdec.Engine(
+    if lora:
+        options |= {"max_loras": len(ADAPTERS), "max_lora_rank": 16}
+    engine = specdec.Engine(
         target,
         draft,
         k,
@@ -129,26 +158,43 @@ def make_engine(target, draft, k, **options):
         enable_prefix_caching=False,
         **options,
     )
+    for seed, name in enumerate(ADAPTERS if lora else ()):
+        engine._lora._table.add(name, random_adapter(target, (16, 8)[seed], seed))
+    return engine
+
+
+def solo_texts(engine, seeded, lora, wanted):
+    return {
+        i: engine.generate(prompt, params(i, seeded), lora=adapter_of(i, lora)).token_ids
+        for i, prompt in enumerate(prompts())
+        if wanted(i)
+    }
 
 
 @pytest.fixture(scope="module")
 def solo(target):
-    """Each prompt alone, without a drafter: greedy and seeded."""
+    """Each prompt alone, without a drafter: greedy and seeded, {(seeded, lora): {index: ids}}.
+
+    The base rows among adapters are compared with the engine that has none.
+    """
     with make_engine(target, None, 0) as engine:
-        return {
-            seeded: [
-                engine.generate(prompt, params(i, seeded)).token_ids
-                for i, prompt in enumerate(prompts())
-            ]
+        texts = {
+            (seeded, False): solo_texts(engine, seeded, False, lambda _: True)
             for seeded in (False, True)
         }
+    with make_engine(target, None, 0, lora=True) as engine:
+        for seeded in (False, True):
+            own = solo_texts(engine, seeded, True, lambda i: adapter_of(i, True) is not None)
+            assert all(own[i] != texts[seeded, False][i] for i in own), "an adapter did nothing"
+            texts[seeded, True] = texts[seeded, False] | own
+    return texts
 
 
 def test_the_texts_are_varied(solo):
     """Equal texts prove little if they are one loop."""
     for texts in solo.values():
-        grams = {tuple(ids[i : i + 4]) for ids in texts for i in range(len(ids) - 3)}
-        total = sum(len(ids) - 3 for ids in texts)
+        grams = {tuple(ids[i : i + 4]) for ids in texts.values() for i in range(len(ids) - 3)}
+        total = sum(len(ids) - 3 for ids in texts.values())
         print(f"{len(grams)} distinct 4-grams of {total} positions")
         assert len(grams) > 0.8 * total
 
@@ -156,7 +202,8 @@ def test_the_texts_are_varied(solo):
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_text_is_the_solo_text_bit_for_bit(target, solo, cell):
     gc.collect()
-    with make_engine(target, cell.draft, cell.k, max_num_batched_tokens=cell.budget) as engine:
+    options = {"lora": cell.lora, "max_num_batched_tokens": cell.budget}
+    with make_engine(target, cell.draft, cell.k, **options) as engine:
         waiting = list(enumerate(prompts()))
         requests = {}
         step = 0
@@ -167,7 +214,9 @@ def test_text_is_the_solo_text_bit_for_bit(target, solo, cell):
                 "pairs": 2 if len([r for r in requests.values() if not r.finish_reason]) < 2 else 0,
             }[cell.arrival]
             for i, prompt in waiting[:arrives]:
-                requests[i] = engine.add_request(prompt, params(i, cell.seeded))[0]
+                requests[i] = engine.add_request(
+                    prompt, params(i, cell.seeded), adapter_of(i, cell.lora)
+                )[0]
             waiting = waiting[arrives:]
             engine.step()
             step += 1
@@ -175,7 +224,7 @@ def test_text_is_the_solo_text_bit_for_bit(target, solo, cell):
         accepted = sum(r.stats.accepted for r in requests.values())
         print(f"{cell}: {accepted} of {drafted} drafts accepted")
         engine.check_integrity()
-    for i, expected in enumerate(solo[cell.seeded]):
+    for i, expected in solo[cell.seeded, cell.lora].items():
         got = requests[i].output_ids
         differs = [at for at, (a, b) in enumerate(zip(got, expected, strict=True)) if a != b]
         assert not differs, f"prompt {i} differs first at {differs[0]} of {len(expected)}"

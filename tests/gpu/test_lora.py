@@ -240,6 +240,29 @@ def test_adapters_swap_in_and_out_without_capture(wide):
         engine.check_integrity()
 
 
+def test_a_hundred_adapters_take_turns_in_eight_slots(wide, tmp_path):
+    """No recapture, and every adapter has its own text each time that it comes back."""
+    target, _ = wide
+    paths = {
+        f"n{i}": write_adapter(tmp_path / f"n{i}", target, seed=100 + i, std=0.08, r=1 + i % 16)
+        for i in range(100)
+    }
+    with gpu_engine(wide, lora=paths, max_loras=8) as engine:
+        table = [(r.role, r.descriptor) for r in engine.graph_table() if r.descriptor.uniform]
+        names = [*paths, *reversed(paths)]
+        outs = engine.generate([TEXTS[0]] * len(names), greedy(12), lora=names)
+        texts = [out.token_ids for out in outs]
+        assert texts[:100] == texts[:99:-1]
+        assert len({tuple(ids) for ids in texts}) > 90
+        alone = [engine.generate(TEXTS[0], greedy(12), lora=name).token_ids for name in paths]
+        assert alone == texts[:100]
+        after = [(r.role, r.descriptor) for r in engine.graph_table() if r.descriptor.uniform]
+        assert after == table
+        assert_decodes_replayed(engine)
+        assert_no_leak(engine)
+        engine.check_integrity()
+
+
 def test_nothing_is_compiled_after_the_start(wide, monkeypatch):
     """Prompts of many lengths with adapters meet kernels that were compiled at start-up."""
     compiled = []
