@@ -15,6 +15,7 @@ from torch import Tensor
 
 from specdec.kernels.activation import silu_mul_reference
 from specdec.kernels.linear import linear_reference
+from specdec.kernels.lora_rows import SlotTiles
 
 # Rows whose adapters' weights are gathered at once, which bounds the memory that takes.
 _ROWS_AT_ONCE = 64
@@ -56,6 +57,7 @@ def lora_delta_(
     b_stack: Tensor,
     slot_of_token: Tensor,
     parts: Sequence[int] | None = None,
+    tiles: SlotTiles | None = None,
 ) -> Tensor:
     """Add each row's low-rank delta to ``out`` in place, and return it.
 
@@ -67,11 +69,12 @@ def lora_delta_(
         b_stack: [S, N, r] in x's dtype, the expanding weights with the adapter's scale in them.
         slot_of_token: [T] int32 or int64; -1 leaves the row as it is, bit for bit.
         parts: output features of each of the P projections that share ``x``; one of N by default.
+        tiles: the rows sorted by slot, where several layers share them (``slot_tiles``).
     """
     if x.is_cuda:
         from specdec.kernels import lora_triton
 
-        return lora_triton.lora_delta_(out, x, a_stack, b_stack, slot_of_token, parts)
+        return lora_triton.lora_delta_(out, x, a_stack, b_stack, slot_of_token, parts, tiles)
     return lora_delta_reference(out, x, a_stack, b_stack, slot_of_token, parts)
 
 
@@ -97,6 +100,7 @@ def lora_linear(
     b_stack: Tensor,
     slot_of_token: Tensor,
     parts: Sequence[int] | None = None,
+    tiles: SlotTiles | None = None,
 ) -> Tensor:
     """``linear(x, weight, bias)`` with each row's delta: the bits of the two one after the other.
 
@@ -105,10 +109,10 @@ def lora_linear(
     if x.is_cuda:
         from specdec.kernels import lora_linear_triton
 
-        run = lora_linear_triton.lora_linear
-    else:
-        run = lora_linear_reference
-    return run(x, weight, bias, a_stack, b_stack, slot_of_token, parts)
+        return lora_linear_triton.lora_linear(
+            x, weight, bias, a_stack, b_stack, slot_of_token, parts, tiles
+        )
+    return lora_linear_reference(x, weight, bias, a_stack, b_stack, slot_of_token, parts)
 
 
 def lora_linear_silu_mul_reference(
@@ -121,7 +125,12 @@ def lora_linear_silu_mul_reference(
 
 
 def lora_linear_silu_mul(
-    x: Tensor, weight: Tensor, a_stack: Tensor, b_stack: Tensor, slot_of_token: Tensor
+    x: Tensor,
+    weight: Tensor,
+    a_stack: Tensor,
+    b_stack: Tensor,
+    slot_of_token: Tensor,
+    tiles: SlotTiles | None = None,
 ) -> Tensor:
     """``silu_mul(lora_linear(x, weight, ...))`` with the same bits.
 
@@ -130,10 +139,10 @@ def lora_linear_silu_mul(
     if x.is_cuda:
         from specdec.kernels import lora_linear_triton
 
-        run = lora_linear_triton.lora_linear_silu_mul
-    else:
-        run = lora_linear_silu_mul_reference
-    return run(x, weight, a_stack, b_stack, slot_of_token)
+        return lora_linear_triton.lora_linear_silu_mul(
+            x, weight, a_stack, b_stack, slot_of_token, tiles
+        )
+    return lora_linear_silu_mul_reference(x, weight, a_stack, b_stack, slot_of_token)
 
 
 def lora_embedding_reference(

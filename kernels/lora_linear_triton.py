@@ -19,21 +19,29 @@ from specdec.kernels.linear_triton import (
     linear,
     tile_arguments,
 )
+from specdec.kernels.lora_rows import SlotTiles
 from specdec.kernels.lora_tiles import shrink_tile
 from specdec.kernels.lora_triton import Shrink, expand_, expand_silu_mul
 
+# More programs than this shrink in a launch of their own: beside the product each takes the shared
+# memory of one of its tiles, so that few run at a time.
+_MAX_BESIDE = 64
 
-@triton.jit(do_not_specialize=["num_rows", "num_shrink", "row_tiles"])
+
+@triton.jit(do_not_specialize=["num_rows", "num_shrink", "num_tiles"])
 def _linear_shrink_kernel(
     x,  # [T, K], rows x_stride apart
     weight,  # [N, K]
     bias,  # [N], or anything without HAS_BIAS
     out,  # [T, N]
     a_stack,  # [S, P * r, K], slots a_stride apart
-    slot_of_token,  # [T]
+    order,  # of SlotTiles
+    tile_slot,
+    tile_first,
+    tile_end,
     partial,  # [C, T, P * r] float32
     num_shrink,  # programs that shrink
-    row_tiles,  # of the rows that are shrunk
+    num_tiles,  # of the rows that are shrunk
     num_rows,
     N,
     K,
@@ -55,19 +63,21 @@ def _linear_shrink_kernel(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     program = tl.program_id(0)
     tiles = (num_rows + BLOCK_M - 1) // BLOCK_M
-    if program >= num_shrink:
-        wait_for_inputs(PDL)
     if program < num_shrink:
-        others = program // row_tiles
+        others = program // num_tiles
         shrink_tile(
-            program % row_tiles,
+            program % num_tiles,
             others % NUM_PARTS,
             others // NUM_PARTS,
             x,
             a_stack,
-            slot_of_token,
+            order,
+            tile_slot,
+            tile_first,
+            tile_end,
             partial,
             num_rows,
             K,
@@ -113,13 +123,13 @@ def _linear_shrink_kernel(
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, shrink: Shrink) -> Tensor:
     """``linear``, and the shrunk rows beside it."""
-    if not is_skinny(x, weight):
+    if not is_skinny(x, weight) or shrink.num_programs > _MAX_BESIDE:
         shrink.launch()
         return linear(x, weight, bias)
     (num_rows, depth), num_features = x.shape, weight.shape[0]
     out = torch.empty(num_rows, num_features, dtype=x.dtype, device=x.device)
     tiles = tile_arguments(shrink.x, num_features, depth, None)
-    num_shrink = shrink.row_tiles * shrink.num_parts * shrink.num_chunks
+    num_shrink = shrink.num_programs
     num_tiles = triton.cdiv(num_rows, tiles["BLOCK_M"]) * triton.cdiv(
         num_features, tiles["BLOCK_N"]
     )
@@ -129,10 +139,10 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, shrink: Shrink) -> 
         bias if bias is not None else weight,
         out,
         shrink.a_stack,
-        shrink.slot_of_token,
+        *shrink.tile_tensors,
         shrink.partial,
         num_shrink,
-        shrink.row_tiles,
+        shrink.tiles.num_tiles,
         num_rows,
         num_features,
         depth,
@@ -158,20 +168,26 @@ def lora_linear(
     b_stack: Tensor,
     slot_of_token: Tensor,
     parts: Sequence[int] | None = None,
+    tiles: SlotTiles | None = None,
 ) -> Tensor:
     """``specdec.kernels.lora.lora_linear``."""
     widths = tuple(parts or (weight.shape[0],))
     if x.shape[0] == 0:
         return linear(x, weight, bias)
-    shrink = Shrink.of(x, a_stack, slot_of_token, len(widths))
+    shrink = Shrink.of(x, a_stack, slot_of_token, tiles, len(widths))
     return expand_(shrink, _product(x, weight, bias, shrink), b_stack, widths)
 
 
 def lora_linear_silu_mul(
-    x: Tensor, weight: Tensor, a_stack: Tensor, b_stack: Tensor, slot_of_token: Tensor
+    x: Tensor,
+    weight: Tensor,
+    a_stack: Tensor,
+    b_stack: Tensor,
+    slot_of_token: Tensor,
+    tiles: SlotTiles | None = None,
 ) -> Tensor:
     """``specdec.kernels.lora.lora_linear_silu_mul``."""
     if x.shape[0] == 0:
         return x.new_empty(0, weight.shape[0] // 2)
-    shrink = Shrink.of(x, a_stack, slot_of_token, 2)
+    shrink = Shrink.of(x, a_stack, slot_of_token, tiles, 2)
     return expand_silu_mul(shrink, _product(x, weight, None, shrink), b_stack)

@@ -3,23 +3,26 @@
 import triton
 import triton.language as tl
 
-NO_SLOT = tl.constexpr(2**31 - 1)
-
 
 @triton.jit
-def next_slot(slots, after):
-    """The lowest adapter slot above ``after`` among a tile's rows, or NO_SLOT."""
-    return tl.min(tl.where(slots > after, slots, NO_SLOT), axis=0)
+def tile_of_rows(tile, order, tile_first, tile_end, BLOCK_M: tl.constexpr):
+    """A tile's rows [BLOCK_M], and which of them are there."""
+    places = tl.load(tile_first + tile) + tl.arange(0, BLOCK_M)
+    mask = places < tl.load(tile_end + tile)
+    return tl.load(order + places, mask=mask, other=0), mask
 
 
 @triton.jit
 def shrink_tile(
-    tile,  # row tile
+    tile,
     part,
     chunk,
     x,  # [T, K], rows x_stride apart
     a_stack,  # [S, P * r, K], slots a_stride apart
-    slot_of_token,  # [T]
+    order,  # of SlotTiles
+    tile_slot,
+    tile_first,
+    tile_end,
     partial,  # [C, T, P * r] float32
     num_rows,
     K,
@@ -35,36 +38,33 @@ def shrink_tile(
     PRECISION: tl.constexpr,
 ):
     """The partial sums of one tile of rows, for one part and one chunk of the input features."""
-    rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    slots = tl.load(slot_of_token + rows, mask=rows < num_rows, other=-1).to(tl.int32)
-    ranks = tl.arange(0, BLOCK_R)
-    rank_mask = ranks < RANK
-    depth = tl.arange(0, BLOCK_K)
-    x_tile = x + rows[:, None].to(tl.int64) * x_stride + depth[None, :]
-    outputs = part * RANK + ranks
-    first = chunk * CHUNK
-    last = tl.minimum(first + CHUNK, K)
-    out_row = (chunk.to(tl.int64) * num_rows + rows) * (NUM_PARTS * RANK)
-    slot = next_slot(slots, -1)
-    while slot < NO_SLOT:
-        own = slots == slot
+    slot = tl.load(tile_slot + tile)
+    if slot >= 0:
+        rows, row_mask = tile_of_rows(tile, order, tile_first, tile_end, BLOCK_M)
+        ranks = tl.arange(0, BLOCK_R)
+        rank_mask = ranks < RANK
+        depth = tl.arange(0, BLOCK_K)
+        outputs = part * RANK + ranks
+        first = chunk * CHUNK
+        last = tl.minimum(first + CHUNK, K)
+        x_tile = x + rows[:, None].to(tl.int64) * x_stride + depth[None, :]
         a_tile = a_stack + slot.to(tl.int64) * a_stride + outputs[:, None] * K + depth[None, :]
         acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
         for start in tl.range(first, last, BLOCK_K, num_stages=STAGES):
             inside = (depth < last - start)[None, :]
-            a = tl.load(x_tile + start, mask=own[:, None] & inside, other=0.0)
+            a = tl.load(x_tile + start, mask=row_mask[:, None] & inside, other=0.0)
             b = tl.load(a_tile + start, mask=rank_mask[:, None] & inside, other=0.0)
             acc = tl.dot(a, tl.trans(b), acc, input_precision=PRECISION)
+        out_row = (chunk.to(tl.int64) * num_rows + rows) * (NUM_PARTS * RANK)
         target = partial + out_row[:, None] + outputs[None, :]
-        tl.store(target, acc, mask=own[:, None] & rank_mask[None, :])
-        slot = next_slot(slots, slot)
+        tl.store(target, acc, mask=row_mask[:, None] & rank_mask[None, :])
 
 
 @triton.jit
 def shrunk_rows(
     partial,  # [C, T, P * r] float32
     rows,
-    own,  # rows that have an adapter
+    row_mask,
     part,
     num_rows,
     dtype: tl.constexpr,
@@ -76,7 +76,7 @@ def shrunk_rows(
     """``A x`` of the rows for one part, added up in the order of the chunks. [rows, BLOCK_R]"""
     ranks = tl.arange(0, BLOCK_R)
     width: tl.constexpr = NUM_PARTS * RANK
-    mask = own[:, None] & (ranks < RANK)[None, :]
+    mask = row_mask[:, None] & (ranks < RANK)[None, :]
     source = partial + rows[:, None].to(tl.int64) * width + (part * RANK + ranks)[None, :]
     total = tl.zeros([rows.shape[0], BLOCK_R], tl.float32)
     for chunk in tl.static_range(NUM_CHUNKS):

@@ -1,13 +1,13 @@
 """Triton side of ``specdec.kernels.lora``.
 
 Shape letters: T token rows, K input features, N output features, P fused projections, r rank of a
-slot, S adapter slots, C chunks of K.
+slot, S adapter slots, C chunks of K, G tiles of rows.
 
 Two launches. The first shrinks: chunk c of the input features gives a partial sum, [C, T, P * r] in
 float32. The second adds a row's partial sums in the order of the chunks, rounds, expands, and adds
 to the output. Chunks lie at fixed input features, so that a row's sums have one order whatever the
-number of rows. A program walks the distinct adapters of its rows, which are one or few: the rows of
-a request lie together.
+number of rows. A tile's rows share an adapter (``lora_rows``): a program that met several would
+wait for one after the other.
 """
 
 from collections.abc import Sequence
@@ -22,11 +22,10 @@ from torch import Tensor
 from specdec.kernels.activation_triton import silu_product
 from specdec.kernels.launch import pdl_options, wait_for_inputs
 from specdec.kernels.linear_triton import unit_stride
-from specdec.kernels.lora_tiles import NO_SLOT, expand_tile, next_slot, shrink_tile, shrunk_rows
+from specdec.kernels.lora_rows import SlotTiles
+from specdec.kernels.lora_rows_triton import slot_tiles
+from specdec.kernels.lora_tiles import expand_tile, shrink_tile, shrunk_rows, tile_of_rows
 
-# Up to this many rows a tile has 16 of them: enough programs for every multiprocessor matter more
-# than reading a weight once.
-_SMALL_BATCH = 512
 # Chunks of the input features; each is one partial sum.
 _MAX_CHUNKS = 8
 _MIN_CHUNK = 256
@@ -36,7 +35,10 @@ _MIN_CHUNK = 256
 def _shrink_kernel(
     x,
     a_stack,
-    slot_of_token,
+    order,
+    tile_slot,
+    tile_first,
+    tile_end,
     partial,
     num_rows,
     K,
@@ -59,7 +61,10 @@ def _shrink_kernel(
         tl.program_id(2),
         x,
         a_stack,
-        slot_of_token,
+        order,
+        tile_slot,
+        tile_first,
+        tile_end,
         partial,
         num_rows,
         K,
@@ -80,7 +85,10 @@ def _shrink_kernel(
 def _expand_kernel(
     partial,  # [C, T, P * r] float32
     b_stack,  # [S, N, r], slots b_stride apart
-    slot_of_token,  # [T]
+    order,  # of SlotTiles
+    tile_slot,
+    tile_first,
+    tile_end,
     out,  # [T, N]
     num_rows,
     N,
@@ -99,50 +107,41 @@ def _expand_kernel(
     PDL: tl.constexpr,
 ):
     wait_for_inputs(PDL)
-    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    tile = tl.program_id(1)
-    # A tile lies within one part, so that it needs one part's shrunk rows.
-    in_1 = tile >= TILES_0
-    in_2 = tile >= TILES_0 + TILES_1
-    part = in_1.to(tl.int32) + in_2.to(tl.int32)
-    first = tl.where(in_2, WIDTH_0 + WIDTH_1, tl.where(in_1, WIDTH_0, 0))
-    end = tl.where(in_2, N, tl.where(in_1, WIDTH_0 + WIDTH_1, WIDTH_0))
-    tile -= tl.where(in_2, TILES_0 + TILES_1, tl.where(in_1, TILES_0, 0))
-    columns = first + tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    column_mask = columns < end
-    dtype: tl.constexpr = out.dtype.element_ty
-    operand: tl.constexpr = b_stack.dtype.element_ty
-    slots = tl.load(slot_of_token + rows, mask=rows < num_rows, other=-1).to(tl.int32)
-    slot = next_slot(slots, -1)
-    if slot < NO_SLOT:
-        shrunk = shrunk_rows(
-            partial, rows, slots >= 0, part, num_rows, operand, RANK, NUM_PARTS, NUM_CHUNKS, BLOCK_R
-        )
+    slot = tl.load(tile_slot + tl.program_id(0))
+    if slot >= 0:
+        rows, row_mask = tile_of_rows(tl.program_id(0), order, tile_first, tile_end, BLOCK_M)
+        tile = tl.program_id(1)
+        # A tile lies within one part, so that it needs one part's shrunk rows.
+        in_1 = tile >= TILES_0
+        in_2 = tile >= TILES_0 + TILES_1
+        part = in_1.to(tl.int32) + in_2.to(tl.int32)
+        first = tl.where(in_2, WIDTH_0 + WIDTH_1, tl.where(in_1, WIDTH_0, 0))
+        end = tl.where(in_2, N, tl.where(in_1, WIDTH_0 + WIDTH_1, WIDTH_0))
+        tile -= tl.where(in_2, TILES_0 + TILES_1, tl.where(in_1, TILES_0, 0))
+        columns = first + tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        column_mask = columns < end
+        mask = row_mask[:, None] & column_mask[None, :]
+        dtype: tl.constexpr = out.dtype.element_ty
+        operand: tl.constexpr = b_stack.dtype.element_ty
         offsets = rows[:, None].to(tl.int64) * N + columns[None, :]
-        while slot < NO_SLOT:
-            own = (slots == slot)[:, None] & column_mask[None, :]
-            product = tl.load(out + offsets, mask=own, other=0.0).to(tl.float32)
-            product += expand_tile(
-                shrunk,
-                b_stack,
-                slot,
-                columns,
-                column_mask,
-                b_stride,
-                dtype,
-                RANK,
-                BLOCK_R,
-                PRECISION,
-            )
-            tl.store(out + offsets, product.to(dtype), mask=own)
-            slot = next_slot(slots, slot)
+        product = tl.load(out + offsets, mask=mask, other=0.0).to(tl.float32)
+        shrunk = shrunk_rows(
+            partial, rows, row_mask, part, num_rows, operand, RANK, NUM_PARTS, NUM_CHUNKS, BLOCK_R
+        )
+        product += expand_tile(
+            shrunk, b_stack, slot, columns, column_mask, b_stride, dtype, RANK, BLOCK_R, PRECISION
+        )
+        tl.store(out + offsets, product.to(dtype), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _expand_silu_mul_kernel(
     partial,  # [C, T, 2 * r] float32
     b_stack,  # [S, 2F, r], slots b_stride apart
-    slot_of_token,  # [T]
+    order,  # of SlotTiles
+    tile_slot,
+    tile_first,
+    tile_end,
     gate_up,  # [T, 2F]
     out,  # [T, F]
     num_rows,
@@ -157,26 +156,24 @@ def _expand_silu_mul_kernel(
     PDL: tl.constexpr,
 ):
     wait_for_inputs(PDL)
-    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    column_mask = columns < F
-    mask = (rows < num_rows)[:, None] & column_mask[None, :]
-    dtype: tl.constexpr = out.dtype.element_ty
-    operand: tl.constexpr = b_stack.dtype.element_ty
-    source = gate_up + rows[:, None].to(tl.int64) * (2 * F) + columns[None, :]
-    gate = tl.load(source, mask=mask, other=0.0)
-    up = tl.load(source + F, mask=mask, other=0.0)
-    slots = tl.load(slot_of_token + rows, mask=rows < num_rows, other=-1).to(tl.int32)
-    own = slots >= 0
-    slot = next_slot(slots, -1)
-    if slot < NO_SLOT:
-        gates = shrunk_rows(partial, rows, own, 0, num_rows, operand, RANK, 2, NUM_CHUNKS, BLOCK_R)
-        ups = shrunk_rows(partial, rows, own, 1, num_rows, operand, RANK, 2, NUM_CHUNKS, BLOCK_R)
-        up_b = b_stack + F.to(tl.int64) * RANK
-        while slot < NO_SLOT:
-            mine = (slots == slot)[:, None]
+    slot = tl.load(tile_slot + tl.program_id(0))
+    # Rows without an adapter are multiplied too; unused tiles have no rows.
+    if slot >= -1:
+        rows, row_mask = tile_of_rows(tl.program_id(0), order, tile_first, tile_end, BLOCK_M)
+        columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        column_mask = columns < F
+        mask = row_mask[:, None] & column_mask[None, :]
+        dtype: tl.constexpr = out.dtype.element_ty
+        operand: tl.constexpr = b_stack.dtype.element_ty
+        source = gate_up + rows[:, None].to(tl.int64) * (2 * F) + columns[None, :]
+        gate = tl.load(source, mask=mask, other=0.0)
+        up = tl.load(source + F, mask=mask, other=0.0)
+        if slot >= 0:
+            shrunk = shrunk_rows(
+                partial, rows, row_mask, 0, num_rows, operand, RANK, 2, NUM_CHUNKS, BLOCK_R
+            )
             delta = expand_tile(
-                gates,
+                shrunk,
                 b_stack,
                 slot,
                 columns,
@@ -187,14 +184,17 @@ def _expand_silu_mul_kernel(
                 BLOCK_R,
                 PRECISION,
             )
-            gate = tl.where(mine, (gate.to(tl.float32) + delta).to(dtype), gate)
-            delta = expand_tile(
-                ups, up_b, slot, columns, column_mask, b_stride, dtype, RANK, BLOCK_R, PRECISION
+            gate = (gate.to(tl.float32) + delta).to(dtype)
+            shrunk = shrunk_rows(
+                partial, rows, row_mask, 1, num_rows, operand, RANK, 2, NUM_CHUNKS, BLOCK_R
             )
-            up = tl.where(mine, (up.to(tl.float32) + delta).to(dtype), up)
-            slot = next_slot(slots, slot)
-    target = out + rows[:, None].to(tl.int64) * F + columns[None, :]
-    tl.store(target, silu_product(gate, up, dtype), mask=mask)
+            up_b = b_stack + F.to(tl.int64) * RANK
+            delta = expand_tile(
+                shrunk, up_b, slot, columns, column_mask, b_stride, dtype, RANK, BLOCK_R, PRECISION
+            )
+            up = (up.to(tl.float32) + delta).to(dtype)
+        target = out + rows[:, None].to(tl.int64) * F + columns[None, :]
+        tl.store(target, silu_product(gate, up, dtype), mask=mask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,42 +203,58 @@ class Shrink:
 
     x: Tensor
     a_stack: Tensor
-    slot_of_token: Tensor
+    tiles: SlotTiles
     num_parts: int
     rank: int
     chunk: int
     partial: Tensor  # [C, T, P * r] float32
 
     @classmethod
-    def of(cls, x: Tensor, a_stack: Tensor, slot_of_token: Tensor, num_parts: int) -> "Shrink":
+    def of(
+        cls,
+        x: Tensor,
+        a_stack: Tensor,
+        slot_of_token: Tensor,
+        tiles: SlotTiles | None,
+        num_parts: int,
+    ) -> "Shrink":
+        """``tiles`` are those of ``slot_of_token``, or None where nobody has made them."""
         assert a_stack.stride(2) == 1 and a_stack.stride(1) == x.shape[1]
         num_rows, depth = x.shape
+        if tiles is None:
+            tiles = slot_tiles(slot_of_token, a_stack.shape[0] + 1, x.dtype)
+        assert tiles.order.shape[0] == num_rows
         chunk = _MIN_CHUNK
         while depth > chunk * _MAX_CHUNKS:
             chunk *= 2
         shape = (triton.cdiv(depth, chunk), num_rows, a_stack.shape[1])
         partial = torch.empty(shape, dtype=torch.float32, device=x.device)
         rank = a_stack.shape[1] // num_parts
-        return cls(unit_stride(x), a_stack, slot_of_token, num_parts, rank, chunk, partial)
+        return cls(unit_stride(x), a_stack, tiles, num_parts, rank, chunk, partial)
 
     @property
     def num_chunks(self) -> int:
         return self.partial.shape[0]
 
     @property
+    def num_programs(self) -> int:
+        return self.tiles.num_tiles * self.num_parts * self.num_chunks
+
+    @property
     def is_float32(self) -> bool:
         return self.x.dtype == torch.float32
 
     @property
-    def row_tiles(self) -> int:
-        return triton.cdiv(self.x.shape[0], self.shared["BLOCK_M"])
+    def tile_tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        tiles = self.tiles
+        return tiles.order, tiles.slot, tiles.first, tiles.end
 
     @property
     def shared(self) -> dict[str, Any]:
         """Arguments of both launches."""
         return {
             "RANK": self.rank,
-            "BLOCK_M": 16 if self.x.shape[0] <= _SMALL_BATCH or self.is_float32 else 64,
+            "BLOCK_M": self.tiles.block_m,
             "BLOCK_R": max(16, triton.next_power_of_2(self.rank)),
             "PRECISION": "ieee" if self.is_float32 else "tf32",
         }
@@ -257,10 +273,10 @@ class Shrink:
         return 32 if self.is_float32 else 128 if num_features >= 8192 else 64
 
     def launch(self) -> None:
-        _shrink_kernel[(self.row_tiles, self.num_parts, self.num_chunks)](
+        _shrink_kernel[(self.tiles.num_tiles, self.num_parts, self.num_chunks)](
             self.x,
             self.a_stack,
-            self.slot_of_token,
+            *self.tile_tensors,
             self.partial,
             self.x.shape[0],
             self.x.shape[1],
@@ -281,10 +297,10 @@ def expand_(shrink: Shrink, out: Tensor, b_stack: Tensor, widths: tuple[int, ...
     assert b_stack.stride(2) == 1 and b_stack.stride(1) == b_stack.shape[2]
     block_n = shrink.block_n(out.shape[1])
     tiles = [triton.cdiv(width, block_n) for width in widths]
-    _expand_kernel[(shrink.row_tiles, sum(tiles))](
+    _expand_kernel[(shrink.tiles.num_tiles, sum(tiles))](
         shrink.partial,
         b_stack,
-        shrink.slot_of_token,
+        *shrink.tile_tensors,
         out,
         out.shape[0],
         out.shape[1],
@@ -308,10 +324,10 @@ def expand_silu_mul(shrink: Shrink, gate_up: Tensor, b_stack: Tensor) -> Tensor:
     num_rows, features = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(num_rows, features, dtype=gate_up.dtype, device=gate_up.device)
     block_n = min(shrink.block_n(features), 64)
-    _expand_silu_mul_kernel[(shrink.row_tiles, triton.cdiv(features, block_n))](
+    _expand_silu_mul_kernel[(shrink.tiles.num_tiles, triton.cdiv(features, block_n))](
         shrink.partial,
         b_stack,
-        shrink.slot_of_token,
+        *shrink.tile_tensors,
         gate_up,
         out,
         num_rows,
@@ -332,11 +348,12 @@ def lora_delta_(
     b_stack: Tensor,
     slot_of_token: Tensor,
     parts: Sequence[int] | None = None,
+    tiles: SlotTiles | None = None,
 ) -> Tensor:
     """``specdec.kernels.lora.lora_delta_``."""
     widths = tuple(parts or (out.shape[1],))
     if x.shape[0] == 0:
         return out
-    shrink = Shrink.of(x, a_stack, slot_of_token, len(widths))
+    shrink = Shrink.of(x, a_stack, slot_of_token, tiles, len(widths))
     shrink.launch()
     return expand_(shrink, out, b_stack, widths)

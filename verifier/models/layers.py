@@ -13,7 +13,7 @@ from specdec.kernels.linear import linear, linear_silu_mul
 from specdec.kernels.norm import rms_norm
 from specdec.verifier.attention.op import LayerAttention, PagedAttention
 from specdec.verifier.models.config import ModelConfig
-from specdec.verifier.models.lora import LoraStack
+from specdec.verifier.models.lora import AdapterRows, LoraStack
 
 # A checkpoint tensor's name and the memory, of its shape, that it is copied to.
 WeightSlot = tuple[str, Tensor]
@@ -45,11 +45,11 @@ class Linear(nn.Module):
         self.bias = empty_parameter(rows, dtype=dtype, device=device) if bias else None
         self.adapters: LoraStack | None = None
 
-    def forward(self, x: Tensor, adapter_slots: Tensor | None = None) -> Tensor:
-        """x [T, in_features]; ``adapter_slots`` [T] or None for a batch without adapters."""
-        if adapter_slots is None or self.adapters is None:
+    def forward(self, x: Tensor, adapter_rows: AdapterRows | None = None) -> Tensor:
+        """x [T, in_features]; ``adapter_rows`` of the T rows, or None for a batch without."""
+        if adapter_rows is None or self.adapters is None:
             return linear(x, self.weight, self.bias)
-        return self.adapters.linear(x, self.weight, self.bias, adapter_slots)
+        return self.adapters.linear(x, self.weight, self.bias, adapter_rows)
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         first = 0
@@ -102,14 +102,14 @@ class Attention(nn.Module):
         cos_sin: Tensor,
         attend: LayerAttention,
         layer: int,
-        adapter_slots: Tensor | None = None,
+        adapter_rows: AdapterRows | None = None,
     ) -> Tensor:
-        plain = adapter_slots is None and self.q_norm is None
+        plain = adapter_rows is None and self.q_norm is None
         if plain and isinstance(attend, PagedAttention):
             weight, bias = self.qkv_proj.weight, self.qkv_proj.bias
             out = attend.project(x, weight, bias, positions, cos_sin, layer, self.scale)
             return self.o_proj(out.flatten(1))
-        heads = self.qkv_proj(x, adapter_slots)
+        heads = self.qkv_proj(x, adapter_rows)
         heads = heads.unflatten(-1, (-1, self.head_size))  # [T, H + 2 G, D]
         sizes = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         q, k, v = heads.split(sizes, dim=1)
@@ -117,7 +117,7 @@ class Attention(nn.Module):
             q = rms_norm(q, self.q_norm, self.eps)
             k = rms_norm(k, self.k_norm, self.eps)
         out = attend(q, k, v, positions, cos_sin, layer, self.scale)  # [T, H, D]
-        return self.o_proj(out.flatten(1), adapter_slots)
+        return self.o_proj(out.flatten(1), adapter_rows)
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         yield from self.qkv_proj.weight_slots(prefix)
@@ -149,15 +149,15 @@ class MLP(nn.Module):
             device=device,
         )
 
-    def forward(self, x: Tensor, adapter_slots: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, adapter_rows: AdapterRows | None = None) -> Tensor:
         gate_up = self.gate_up_proj
         if gate_up.bias is not None:
-            hidden = silu_mul(gate_up(x, adapter_slots))
-        elif adapter_slots is None or gate_up.adapters is None:
+            hidden = silu_mul(gate_up(x, adapter_rows))
+        elif adapter_rows is None or gate_up.adapters is None:
             hidden = linear_silu_mul(x, gate_up.weight)
         else:
-            hidden = gate_up.adapters.linear_silu_mul(x, gate_up.weight, adapter_slots)
-        return self.down_proj(hidden, adapter_slots)
+            hidden = gate_up.adapters.linear_silu_mul(x, gate_up.weight, adapter_rows)
+        return self.down_proj(hidden, adapter_rows)
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         yield from self.gate_up_proj.weight_slots(prefix)

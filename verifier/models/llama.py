@@ -15,7 +15,7 @@ from specdec.verifier.attention.op import LayerAttention, OpaqueAttention, Paged
 from specdec.verifier.kv_cache import KVCache
 from specdec.verifier.models.config import ModelConfig
 from specdec.verifier.models.layers import DecoderLayer, empty_parameter
-from specdec.verifier.models.lora import LoraStack
+from specdec.verifier.models.lora import AdapterRows, LoraStack
 from specdec.verifier.models.rope import cos_sin_table
 
 
@@ -81,7 +81,10 @@ class CausalLM(nn.Module):
         With ``num_layers`` the model stops after that many layers, with the same final norm.
         """
         attend = PagedAttention(self.attention_backend, kv_cache, attn)
-        return self.hidden_states(input_ids, positions, attend, num_layers, attn.adapter_slots)
+        adapter_rows = None
+        if attn.adapter_slots is not None:
+            adapter_rows = AdapterRows(attn.adapter_slots, attn.context_lens.shape[0])
+        return self.hidden_states(input_ids, positions, attend, num_layers, adapter_rows)
 
     def opaque_forward(
         self,
@@ -98,7 +101,7 @@ class CausalLM(nn.Module):
         positions: Tensor,
         attend: LayerAttention,
         num_layers: int | None = None,
-        adapter_slots: Tensor | None = None,
+        adapter_rows: AdapterRows | None = None,
     ) -> Tensor:
         """The model itself. Written so that a trace of it holds no size and no layer's number."""
         eps = self.config.rms_norm_eps
@@ -106,14 +109,14 @@ class CausalLM(nn.Module):
         # The norm that follows layer i is the next layer's, or the final one.
         next_norms = [layer.input_norm for layer in layers[1:]] + [self.norm]
         residual = F.embedding(input_ids, self.embed_tokens)
-        if adapter_slots is not None and self.embed_adapters is not None:
+        if adapter_rows is not None and self.embed_adapters is not None:
             a, b = self.embed_adapters.a, self.embed_adapters.b
-            lora_embedding_(residual, input_ids, a, b, adapter_slots)
+            lora_embedding_(residual, input_ids, a, b, adapter_rows.slots)
         hidden = rms_norm(residual, layers[0].input_norm, eps)
         for i, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
-            hidden = layer.attention(hidden, positions, self.cos_sin, attend, i, adapter_slots)
+            hidden = layer.attention(hidden, positions, self.cos_sin, attend, i, adapter_rows)
             hidden, residual = add_rms_norm(hidden, residual, layer.post_attention_norm, eps)
-            hidden = layer.mlp(hidden, adapter_slots)
+            hidden = layer.mlp(hidden, adapter_rows)
             hidden, residual = add_rms_norm(hidden, residual, next_norm, eps)
         return hidden
 

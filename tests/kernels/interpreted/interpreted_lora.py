@@ -8,6 +8,7 @@ from specdec.kernels import (
     lora,
     lora_embedding_triton,
     lora_linear_triton,
+    lora_rows_triton,
     lora_triton,
 )
 
@@ -105,3 +106,22 @@ def test_gate_and_up(num_rows) -> None:
     torch.testing.assert_close(result, plain, rtol=1e-4, atol=1e-4)
     base = linear_triton.linear_silu_mul(x, weight)
     assert torch.equal(result[slots < 0], base[slots < 0])
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 40, 1100])
+def test_rows_are_sorted_by_slot(num_rows) -> None:
+    """Every row once, tiles of one slot each, unused tiles marked; over more than one block."""
+    slots = torch.tensor([3, 3, 3, -1, 0, 7, 7, -1, 2])[torch.arange(num_rows) // 5 % 9]
+    tiles = lora_rows_triton.slot_tiles(slots, 6, torch.float32)
+    assert sorted(tiles.order.tolist()) == list(range(num_rows))
+    seen = []
+    for slot, first, end in zip(
+        *(t.tolist() for t in (tiles.slot, tiles.first, tiles.end)), strict=True
+    ):
+        if slot == -2:
+            continue
+        assert 0 < end - first <= tiles.block_m
+        rows = tiles.order[first:end]
+        assert bool((slots[rows] == slot).all())
+        seen += rows.tolist()
+    assert seen == sorted(range(num_rows), key=lambda row: (int(slots[row]), row))

@@ -1,0 +1,49 @@
+"""Rows of a batch, sorted by adapter: what the grouped kernels of ``specdec.kernels.lora`` walk."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Up to this many rows a tile has 16 of them: enough programs for every multiprocessor matter more
+# than reading a weight once.
+_SMALL_BATCH = 512
+
+
+@dataclass(frozen=True, slots=True)
+class SlotTiles:
+    """Tiles of rows that share a slot. G tiles, of which the last may be unused."""
+
+    order: Tensor  # [T] int32: row numbers, those of one slot together, in their own order
+    slot: Tensor  # [G] int32: a tile's slot; -1 of rows without an adapter, -2 of an unused tile
+    first: Tensor  # [G] int32: where a tile's rows begin in ``order``
+    end: Tensor  # [G] int32
+    block_m: int  # rows of a tile at most
+
+    @property
+    def num_tiles(self) -> int:
+        return self.slot.shape[0]
+
+
+def tile_rows(dtype: torch.dtype, num_rows: int) -> int:
+    """Rows of a tile."""
+    return 16 if num_rows <= _SMALL_BATCH or dtype == torch.float32 else 64
+
+
+def max_tiles(num_rows: int, num_groups: int, block_m: int) -> int:
+    """Tiles that ``num_rows`` rows of at most ``num_groups`` different slots can be cut into."""
+    return (num_rows + (block_m - 1) * min(num_groups, num_rows)) // block_m
+
+
+def slot_tiles(slot_of_token: Tensor, num_groups: int, dtype: torch.dtype) -> SlotTiles | None:
+    """Sort the rows by their slots [T], -1 being none. None on the CPU, which needs no tiles.
+
+    Args:
+        num_groups: an upper bound on the number of different slots, -1 included.
+        dtype: of the layers' input.
+    """
+    if not slot_of_token.is_cuda:
+        return None
+    from specdec.kernels.lora_rows_triton import slot_tiles as run
+
+    return run(slot_of_token, num_groups, dtype)
