@@ -64,11 +64,13 @@ def slot_tiles(slot_of_token: Tensor, num_groups: int, dtype: torch.dtype) -> Sl
     block_m = tile_rows(dtype, num_rows)
     num_tiles = max_tiles(num_rows, num_groups, block_m)
     made = torch.empty(num_rows + 3 * num_tiles, dtype=torch.int32, device=slot_of_token.device)
-    order, *parts = made.split([num_rows, num_tiles, num_tiles, num_tiles])
+    order, slot, first, end = made.split([num_rows, num_tiles, num_tiles, num_tiles])
     _slot_tiles_kernel[(1,)](
         slot_of_token,
         order,
-        *parts,
+        slot,
+        first,
+        end,
         num_rows,
         NUM_TILES=num_tiles,
         BLOCK_G=triton.next_power_of_2(num_tiles),
@@ -77,4 +79,4 @@ def slot_tiles(slot_of_token: Tensor, num_groups: int, dtype: torch.dtype) -> Sl
         num_warps=4,
         **pdl_options(slot_of_token),
     )
-    return SlotTiles(order, *parts, block_m=block_m)
+    return SlotTiles(order, slot, first, end, block_m)
