@@ -68,9 +68,19 @@ class AttentionBackend(Protocol):
     batch_invariant: bool
 
     def unsupported(
-        self, *, head_size: int, dtype: torch.dtype, block_size: int, device: torch.device
+        self,
+        *,
+        head_size: int,
+        dtype: torch.dtype,
+        block_size: int,
+        device: torch.device,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
     ) -> str | None:
-        """Why this backend cannot serve such a model, or None if it can."""
+        """Why this backend cannot serve such a model, or None if it can.
+
+        ``sliding_window`` and ``soft_cap``: of the layers that have one, else None.
+        """
 
     def forbids_full(self, batch: BatchDescriptor) -> str | None:
         """Why the attention of this batch cannot lie in a FULL graph, or None if it can.
@@ -85,5 +95,11 @@ class AttentionBackend(Protocol):
         value_cache: Tensor,  # [N + 1, B, G, D]
         metadata: AttentionMetadata,
         scale: float,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
     ) -> Tensor:
-        """Attention of every query row over its request's keys: [T, H, D], query's dtype."""
+        """Attention of every query row over its request's keys: [T, H, D], query's dtype.
+
+        With a ``sliding_window`` of w a row at position p sees none of the keys before p - w + 1.
+        With a ``soft_cap`` of c a score s (product times scale) counts as c * tanh(s / c).
+        """

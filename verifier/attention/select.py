@@ -28,6 +28,8 @@ def select_backend(
     dtype: torch.dtype,
     block_size: int,
     device: torch.device | str,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
 ) -> AttentionBackend:
     """The backend called ``name``; ``"auto"`` takes triton on a GPU and sdpa elsewhere.
 
@@ -43,7 +45,12 @@ def select_backend(
         wanted = "triton" if device.type == "cuda" else "sdpa"
     backend = _build(wanted, device)
     reason = backend.unsupported(
-        head_size=head_size, dtype=dtype, block_size=block_size, device=device
+        head_size=head_size,
+        dtype=dtype,
+        block_size=block_size,
+        device=device,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
     )
     if reason is None:
         return backend

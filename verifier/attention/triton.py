@@ -27,7 +27,14 @@ class TritonBackend:
         self._paged_attention = attention_triton.paged_attention
 
     def unsupported(
-        self, *, head_size: int, dtype: torch.dtype, block_size: int, device: torch.device
+        self,
+        *,
+        head_size: int,
+        dtype: torch.dtype,
+        block_size: int,
+        device: torch.device,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
     ) -> str | None:
         if device.type != "cuda":
             return f"it runs on CUDA, not on {device.type}"
@@ -49,6 +56,8 @@ class TritonBackend:
         value_cache: Tensor,
         metadata: AttentionMetadata,
         scale: float,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
     ) -> Tensor:
         return self._paged_attention(
             query,
@@ -61,5 +70,7 @@ class TritonBackend:
             metadata.max_query_len,
             scale,
             metadata.uniform,
+            sliding_window,
+            soft_cap,
             scratch=self._scratch,
         )
