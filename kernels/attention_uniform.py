@@ -30,7 +30,7 @@ def _leaves_before_window(context_lens, leaves, LEAF: tl.constexpr, WINDOW: tl.c
 
 
 @triton.jit
-def _fold_parts(
+def fold_parts(
     parts,
     first_item,
     num_units,
@@ -206,7 +206,7 @@ def uniform_kernel(
             is_last = tl.atomic_add(counter, 1, sem="acq_rel") == num_units - 1
             if is_last:
                 tl.store(counter, 0)
-                top, mass, acc = _fold_parts(
+                top, mass, acc = fold_parts(
                     parts,
                     first_item * heads_and_tiles + place,
                     num_units,

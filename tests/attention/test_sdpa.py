@@ -232,7 +232,15 @@ def test_auto_takes_sdpa_on_the_cpu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"), [("flash", "choose one of auto, sdpa, triton"), ("triton", "runs on CUDA")]
+    ("name", "reason"),
+    [
+        ("flash", "choose one of auto, sdpa, triton, mla, flash_attn, flashinfer"),
+        ("triton", "runs on CUDA"),
+        ("flash_attn", "runs on CUDA"),
+        ("flashinfer", "runs on CUDA"),
+        ("mla", "it is for latent attention"),
+        ("flashmla", "this release has not been run with it"),
+    ],
 )
 def test_backends_that_cannot_serve_are_refused_by_name(name, reason) -> None:
     with pytest.raises(ValueError, match=f"attention_backend.*{name}.*{reason}"):

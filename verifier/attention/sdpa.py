@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.kernels.attention import paged_attention_reference
-from specdec.verifier.attention.base import AttentionMetadata
+from specdec.verifier.attention.base import AttentionMetadata, AttentionNeeds
 from specdec.verifier.modes import AttentionCGSupport, BatchDescriptor
 
 # Up to this many float32 scores, products with all of them in memory are the fastest way. In lower
@@ -158,16 +158,9 @@ class SdpaBackend:
         on_cpu = torch.device(device).type == "cpu"
         self.cg_support = AttentionCGSupport.ALWAYS if on_cpu else AttentionCGSupport.UNIFORM_BATCH
 
-    def unsupported(
-        self,
-        *,
-        head_size: int,
-        dtype: torch.dtype,
-        block_size: int,
-        device: torch.device,
-        sliding_window: int | None = None,
-        soft_cap: float | None = None,
-    ) -> str | None:
+    def unsupported(self, needs: AttentionNeeds) -> str | None:
+        if needs.latent_size is not None:
+            return "latent attention; that is what 'mla' is for"
         return None
 
     def forbids_full(self, batch: BatchDescriptor) -> str | None:
