@@ -213,16 +213,21 @@ def error(result: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
     return (result.double() - exact).norm(dim=(0, 2)) / exact.norm(dim=(0, 2))
 
 
-def assert_as_good(backend: AttentionBackend, batch: Batch) -> None:
-    """As close as PyTorch, finite everywhere, zero where no key is seen."""
+def assert_as_good(backend: AttentionBackend, batch: Batch, value_size: int | None = None) -> None:
+    """As close as PyTorch, finite everywhere, zero where no key is seen.
+
+    ``value_size``: the result's features where they are fewer than the query's.
+    """
     result = attend(backend, batch)
-    assert result.dtype == batch.query.dtype and result.shape == batch.query.shape
+    width = value_size or batch.query.shape[-1]
+    assert result.dtype == batch.query.dtype
+    assert result.shape == (*batch.query.shape[:2], width)
     assert result.isfinite().all()
     position, num_keys = positions(batch), keys_of_rows(batch)
     assert not result[(position < 0) | (num_keys == 0)].any()
     used = (position >= 0) & (position < num_keys)
-    exact = on(str(batch.query.device), torch.float64, batch).exact()[used]
-    limit = 2 * error(plain_attention(batch)[used], exact) + 1e-7
+    exact = on(str(batch.query.device), torch.float64, batch).exact()[used][..., :width]
+    limit = 2 * error(plain_attention(batch)[used][..., :width], exact) + 1e-7
     measured = error(result[used], exact)
     assert (measured <= limit).all(), (measured / limit).max()
 
@@ -242,8 +247,7 @@ def assert_a_graph_follows(
         block_table=torch.zeros_like(batch.block_table),
     )
     # A backend may set itself up for a shape on first sight.
-    attend(backend, static)
-    out = torch.empty_like(batch.query)
+    out = torch.empty_like(attend(backend, static))
     replay = capture(lambda: out.copy_(attend(backend, static)))
     nothing = torch.zeros_like(batch.seq_lens)
     for seq_lens in (batch.seq_lens, batch.seq_lens.minimum(query_lens + 16), nothing):

@@ -43,14 +43,14 @@ def assert_exact(batch: Batch, scratch: Scratch | None = None) -> None:
     torch.testing.assert_close(result, batch.exact()[..., :LATENT], rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize(("heads", "block_size"), [(1, 1), (3, 4), (16, 16), (20, 256)])
+@pytest.mark.parametrize(("heads", "block_size"), [(1, 1), (3, 4), (20, 256)])
 def test_uniform(heads, block_size) -> None:
-    contexts = [0, 1, LEAF - 1, LEAF, 75, LEAF * NODE * 2]
-    assert_exact(latents(contexts, [3] * 6, heads=heads, block_size=block_size))
+    contexts = [0, LEAF - 1, LEAF, LEAF * NODE + 9]
+    assert_exact(latents(contexts, [3] * 4, heads=heads, block_size=block_size))
 
 
 def test_mixed_and_rows_that_see_no_key() -> None:
-    batch = latents([0, 12, 0, 70, -1], [33, 5, 0, 1, 3], uniform=False, spare_rows=2)
+    batch = latents([0, 12, 0, 20, -1], [9, 5, 0, 1, 3], uniform=False, spare_rows=2)
     assert_exact(batch)
     batch = latents([0, -1, 6], [4] * 3, seq_lens=[0, 3, 8], table_width=5)
     assert_exact(batch)
@@ -61,7 +61,7 @@ def test_bits_and_scratch(monkeypatch) -> None:
     """Prompt, verify and decode rows, by nodes or all keys at once: the same bits; parts left by
     another launch, NaN here, are never read.
     """
-    length = LEAF * (2 * NODE + 1) + 5
+    length = LEAF * NODE + 9
     prompt = latents([0], [length], uniform=False)
     wanted = attend(prompt)
     scratch = Scratch()
