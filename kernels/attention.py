@@ -21,6 +21,8 @@ def paged_attention_reference(
     max_query_len: int,
     scale: float,
     uniform: bool,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
 ) -> Tensor:
     """Plain PyTorch twin of ``paged_attention``, over the whole width of the block table.
 
@@ -51,7 +53,11 @@ def paged_attention_reference(
 
     last = context_lens[:, None] + offsets  # [R, Q]: the last key each row may see
     visible = valid[:, None] & (positions <= last[..., None]) & inside[..., None]  # [R, Q, W * B]
+    if sliding_window is not None:
+        visible &= positions > last[..., None] - sliding_window
     scores = torch.einsum("rqgpd,rngd->rgpqn", padded.float(), keys) * scale
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
     scores = scores.masked_fill(~visible[:, None, None], -torch.inf)
     weights = torch.softmax(scores, dim=-1)
     # A weight of zero does not silence a value that is not finite: such a value counts as zero for
@@ -81,6 +87,8 @@ def paged_attention(
     max_query_len: int,
     scale: float,
     uniform: bool,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
 ) -> Tensor:
     """Causal attention of every query row over its request's keys. query [T, H, D] -> [T, H, D].
 
@@ -88,7 +96,9 @@ def paged_attention(
     context_lens and seq_lens [R] int32. Query row ``j`` of request ``r`` sees the keys
     ``0 .. min(context_lens[r] + j, seq_lens[r] - 1)``; a row that sees none gives zeros, and keys
     past ``seq_lens[r]`` are never read. ``uniform`` says that every request has exactly
-    ``max_query_len`` rows.
+    ``max_query_len`` rows. With a ``sliding_window`` a row at position p sees none of the keys
+    before ``p - sliding_window + 1``; with a ``soft_cap`` a score s counts as
+    ``soft_cap * tanh(s / soft_cap)`` (Gemma 2, arXiv:2408.00118).
     """
     run: Callable[..., Tensor] = paged_attention_reference
     if query.is_cuda:
@@ -106,4 +116,6 @@ def paged_attention(
         max_query_len,
         scale,
         uniform,
+        sliding_window,
+        soft_cap,
     )

@@ -24,6 +24,7 @@ def mixed_kernel(
     query_stride,
     table_stride,
     scale_log2,
+    cap_scale,
     GROUP: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     D: tl.constexpr,
@@ -35,6 +36,8 @@ def mixed_kernel(
     LEAF: tl.constexpr,
     NODE: tl.constexpr,
     STAGES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Any number of query rows per request; a program walks all keys of TILE_TOKENS of them."""
@@ -62,6 +65,11 @@ def mixed_kernel(
     index = first + rows // GROUP
     row_mask = (rows < TILE_TOKENS * GROUP) & (index < query_len)
     last = tl.where(row_mask, tl.minimum(context_len + index, seq_len - 1), -1)
+    earliest = last
+    first_leaf = 0
+    if WINDOW > 0:
+        earliest = context_len + index - (WINDOW - 1)
+        first_leaf = tl.maximum(context_len + first - (WINDOW - 1), 0) // LEAF
     features = tl.arange(0, BLOCK_D)
     token = (start + index).to(tl.int64)
     column = (head * GROUP + rows % GROUP) * D
@@ -71,13 +79,15 @@ def mixed_kernel(
     _top, mass, acc = attend_leaves(
         tl.trans(q),
         last,
-        0,
+        earliest,
+        first_leaf,
         (num_keys + LEAF - 1) // LEAF,
         num_keys,
         key_cache + head * D,
         value_cache + head * D,
         block_table + req.to(tl.int64) * table_stride,
         scale_log2,
+        cap_scale,
         D,
         BLOCK_M,
         BLOCK_D,
@@ -86,6 +96,8 @@ def mixed_kernel(
         LEAF,
         NODE,
         STAGES,
+        WINDOW > 0,
+        CAPPED,
         PRECISION,
     )
     target = out + (token * (NUM_KV_HEADS * GROUP * D) + column)[:, None] + features[None, :]

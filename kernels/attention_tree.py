@@ -15,7 +15,10 @@ in order into the result. Whoever computes a part of that tree gets the same bit
 - a largest value is exact in any order;
 - every multiply-add that could be contracted is written as ``fma``, and the kernels are compiled
   with ``enable_fp_fusion=False``;
-- a leaf in which a row sees no key is (-inf, 0, 0), which folds into anything without changing it.
+- a leaf in which a row sees no key is (-inf, 0, 0), which folds into anything without changing it,
+  so leaves that lie before every row's sliding window are left out.
+
+With a soft cap c, scores are kept as tanh(score / c) and ``scale_log2`` holds the factor c.
 """
 
 import triton
@@ -52,20 +55,39 @@ def fold(top, mass, acc, next_top, next_mass, next_acc, scale_log2):
 
 
 @triton.jit
+def bounded(x):
+    """tanh(x), to a few units in the last place for small x too; NaN stays NaN."""
+    square = x * x
+    # Fitted to (tanh(x) / x - 1) / x^2 for |x| <= 0.6, relative error 1.1e-8.
+    p = tl.fma(square, -0.00627639, 0.02111621)
+    p = tl.fma(square, p, -0.05387514)
+    p = tl.fma(square, p, 0.13332924)
+    p = tl.fma(square, p, -0.3333333)
+    near = tl.fma(x * square, p, x)
+    far = 1.0 - 2.0 / (tl.exp2(tl.abs(x) * 2.8853900817779268) + 1.0)
+    far = tl.where(x < 0.0, -far, far)
+    return tl.where(tl.abs(x) > 0.6, far, near)
+
+
+@triton.jit
 def attend_leaf(
     q,  # [BLOCK_D, BLOCK_M], zero past the head size
     last,  # [BLOCK_M] int32: the last key each row sees; -1 for none
+    first,  # [BLOCK_M] int32: the first one; read where WINDOWED
     leaf,  # which leaf
     num_keys,  # keys at or past this are not read
     key_cache,  # at the first slot's row of this head
     value_cache,
     block_table,  # at the request's row
     scale_log2,
+    cap_scale,  # what a product is multiplied by inside the tanh; read where CAPPED
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     SLOT_STRIDE: tl.constexpr,
     LEAF: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One leaf for a tile of query rows: (top [M], mass [M], acc [D, M]) in float32."""
@@ -80,7 +102,11 @@ def attend_leaf(
     v = tl.load(value_cache + offsets, mask=mask, other=0.0)
 
     scores = tl.dot(k, q, input_precision=PRECISION)  # [LEAF, BLOCK_M]
+    if CAPPED:
+        scores = bounded(scores * cap_scale)
     scores = tl.where(keys[:, None] <= last[None, :], scores, float("-inf"))
+    if WINDOWED:
+        scores = tl.where(keys[:, None] >= first[None, :], scores, float("-inf"))
     top = tl.max(scores, axis=0)
     base = tl.where(top == float("-inf"), 0.0, top) * scale_log2
     weights = tl.exp2(tl.fma(scores, scale_log2, -base[None, :])).to(v.dtype)
@@ -95,6 +121,7 @@ def attend_leaf(
 def attend_leaves(
     q,
     last,
+    first,
     first_leaf,
     end_leaf,
     num_keys,
@@ -102,6 +129,7 @@ def attend_leaves(
     value_cache,
     block_table,
     scale_log2,
+    cap_scale,
     D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -110,11 +138,14 @@ def attend_leaves(
     LEAF: tl.constexpr,
     NODE: tl.constexpr,
     STAGES: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """The part of the leaves ``first_leaf .. end_leaf - 1``, folded as the tree says.
 
-    The range lies within one node, or begins and ends at nodes' borders (or the last leaf).
+    The range lies within one node, or begins and ends at nodes' borders (or the last leaf); leaves
+    that no row sees may be missing at its beginning.
     """
     top, mass, acc = empty_part(BLOCK_M, BLOCK_D)
     node_top, node_mass, node_acc = empty_part(BLOCK_M, BLOCK_D)
@@ -122,17 +153,21 @@ def attend_leaves(
         leaf_top, leaf_mass, leaf_acc = attend_leaf(
             q,
             last,
+            first,
             leaf,
             num_keys,
             key_cache,
             value_cache,
             block_table,
             scale_log2,
+            cap_scale,
             D,
             BLOCK_D,
             BLOCK_SIZE,
             SLOT_STRIDE,
             LEAF,
+            WINDOWED,
+            CAPPED,
             PRECISION,
         )
         node_top, node_mass, node_acc = fold(

@@ -97,6 +97,8 @@ def paged_attention(
     max_query_len: int,
     scale: float,
     uniform: bool,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
     *,
     scratch: Scratch | None = None,
     config: TileConfig | None = None,
@@ -122,10 +124,14 @@ def paged_attention(
         "BLOCK_R": triton.next_power_of_2(num_reqs),
         "LEAF": leaf,
         "NODE": NODE,
+        "WINDOW": sliding_window or 0,
+        "CAPPED": soft_cap is not None,
         "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
         "enable_fp_fusion": False,
     }
-    scale_log2 = scale * math.log2(math.e)
+    # With a cap the kernels keep scores as tanh(score / cap).
+    scale_log2 = (scale if soft_cap is None else soft_cap) * math.log2(math.e)
+    cap_scale = 0.0 if soft_cap is None else scale / soft_cap
     if not uniform:
         block_m = max(max_rows, triton.next_power_of_2(group))
         config = config or default_config(block_m, block_d, query.itemsize)
@@ -144,6 +150,7 @@ def paged_attention(
             query.stride(0),
             block_table.stride(0),
             scale_log2,
+            cap_scale,
             TILE_TOKENS=tile_tokens,
             BLOCK_M=block_m,
             STAGES=config.stages,
@@ -184,6 +191,7 @@ def paged_attention(
         programs,
         max_items,
         scale_log2,
+        cap_scale,
         Q=max_query_len,
         TILES=tiles,
         TILE_ROWS=tile_rows,

@@ -21,11 +21,21 @@ from specdec.kernels.launch import wait_for_inputs
 
 
 @triton.jit
-def _fold_parts(
+def _leaves_before_window(context_lens, leaves, LEAF: tl.constexpr, WINDOW: tl.constexpr):
+    """Leaves of the first ones of ``leaves`` that not even a request's first row sees."""
+    skipped = leaves * 0
+    if WINDOW > 0:
+        skipped = tl.minimum(tl.maximum(context_lens - (WINDOW - 1), 0) // LEAF, leaves)
+    return skipped
+
+
+@triton.jit
+def fold_parts(
     parts,
     first_item,
     num_units,
     item_stride,
+    first_unit,
     unit,
     rows,
     row_mask,
@@ -37,7 +47,9 @@ def _fold_parts(
     BLOCK_D: tl.constexpr,
     NODE: tl.constexpr,
 ):
-    """Fold the stored parts of one tile in the order of the tree. Units are leaves or nodes."""
+    """Fold the stored parts of one tile in the order of the tree. Units are leaves or nodes, of
+    which ``first_unit`` is the first that was stored.
+    """
     features = tl.arange(0, BLOCK_D)
     offsets = features[:, None] * PART_ROWS + rows[None, :]
     mask = (features < D)[:, None] & row_mask[None, :]
@@ -54,7 +66,7 @@ def _fold_parts(
         node_top, node_mass, node_acc = fold(
             node_top, node_mass, node_acc, part_top, part_mass, part_acc, scale_log2
         )
-        if index % units_per_node == units_per_node - 1:
+        if (first_unit + index) % units_per_node == units_per_node - 1:
             top, mass, acc = fold(top, mass, acc, node_top, node_mass, node_acc, scale_log2)
             node_top, node_mass, node_acc = empty_part(BLOCK_M, BLOCK_D)
     return fold(top, mass, acc, node_top, node_mass, node_acc, scale_log2)
@@ -77,6 +89,7 @@ def uniform_kernel(
     max_leaf_items,
     max_items,
     scale_log2,
+    cap_scale,
     Q: tl.constexpr,
     GROUP: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -92,6 +105,8 @@ def uniform_kernel(
     LEAF: tl.constexpr,
     NODE: tl.constexpr,
     STAGES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -104,17 +119,18 @@ def uniform_kernel(
     wait_for_inputs(PDL)
     requests = tl.arange(0, BLOCK_R)
     present = requests < num_reqs
-    lens = tl.load(context_lens + requests, mask=present, other=0) + Q
-    lens = tl.minimum(lens, tl.load(seq_lens + requests, mask=present, other=0))
+    contexts = tl.load(context_lens + requests, mask=present, other=0)
+    lens = tl.minimum(contexts + Q, tl.load(seq_lens + requests, mask=present, other=0))
     leaves = (tl.maximum(lens, 0) + LEAF - 1) // LEAF
+    skipped = _leaves_before_window(contexts, leaves, LEAF, WINDOW)
     heads_and_tiles = NUM_KV_HEADS * TILES
     # A request without keys still has an item, which writes its zeros.
     least = present.to(tl.int32)
     unit = 1
-    units = tl.maximum(leaves, least)
+    units = tl.maximum(leaves - skipped, least)
     if tl.sum(units) * heads_and_tiles > max_leaf_items:
         unit = NODE
-        units = tl.maximum((leaves + NODE - 1) // NODE, least)
+        units = tl.maximum((leaves + NODE - 1) // NODE - skipped // NODE, least)
         if tl.sum(units) * heads_and_tiles > max_items:
             unit = 1 << 30
             units = least
@@ -128,17 +144,22 @@ def uniform_kernel(
         flat = item // heads_and_tiles
         req = tl.sum((ends <= flat).to(tl.int32))
         num_units = scalar_at(units, req, BLOCK_R)
-        first_unit = scalar_at(ends, req, BLOCK_R) - num_units
+        first_item = scalar_at(ends, req, BLOCK_R) - num_units
         context_len = tl.load(context_lens + req)
         seq_len = tl.load(seq_lens + req)
         num_keys = tl.maximum(tl.minimum(context_len + Q, seq_len), 0)
         num_leaves = (num_keys + LEAF - 1) // LEAF
+        before = _leaves_before_window(context_len, num_leaves, LEAF, WINDOW)
+        first_unit = before // unit
 
         rows = tl.arange(0, BLOCK_M)
         index = tile * TILE_ROWS + rows
         row_mask = (rows < TILE_ROWS) & (index < Q * GROUP)
         last = tl.minimum(context_len + index // GROUP, seq_len - 1)
         last = tl.where(row_mask, last, -1)
+        earliest = last
+        if WINDOW > 0:
+            earliest = context_len + index // GROUP - (WINDOW - 1)
         features = tl.arange(0, BLOCK_D)
         token = (req * Q + index // GROUP).to(tl.int64)
         column = (head * GROUP + index % GROUP) * D
@@ -146,17 +167,19 @@ def uniform_kernel(
         q_rows = query + (token * query_stride + column)[:, None]
         q = tl.load(q_rows + features[None, :], mask=mask, other=0.0)
 
-        first_leaf = (flat - first_unit) * unit
+        first_leaf = (first_unit + flat - first_item) * unit
         top, mass, acc = attend_leaves(
             tl.trans(q),
             last,
-            first_leaf,
+            earliest,
+            tl.maximum(first_leaf, before),
             tl.minimum(num_leaves - first_leaf, unit) + first_leaf,
             num_keys,
             key_cache + head * D,
             value_cache + head * D,
             block_table + req.to(tl.int64) * table_stride,
             scale_log2,
+            cap_scale,
             D,
             BLOCK_M,
             BLOCK_D,
@@ -165,6 +188,8 @@ def uniform_kernel(
             LEAF,
             NODE,
             STAGES,
+            WINDOW > 0,
+            CAPPED,
             PRECISION,
         )
 
@@ -181,11 +206,12 @@ def uniform_kernel(
             is_last = tl.atomic_add(counter, 1, sem="acq_rel") == num_units - 1
             if is_last:
                 tl.store(counter, 0)
-                top, mass, acc = _fold_parts(
+                top, mass, acc = fold_parts(
                     parts,
-                    first_unit * heads_and_tiles + place,
+                    first_item * heads_and_tiles + place,
                     num_units,
                     heads_and_tiles,
+                    first_unit,
                     tl.minimum(unit, NODE),
                     rows,
                     row_mask,

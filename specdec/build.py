@@ -24,7 +24,7 @@ from specdec.scheduler import Scheduler
 from specdec.step import DecodeStep
 from specdec.tokenizer import Tokenizer, compare_tokenizers, load_tokenizer
 from specdec.verifier.attention.base import AttentionBackend
-from specdec.verifier.attention.select import select_backend
+from specdec.verifier.attention.select import BackendChoice, choose_backend, default_block_size
 from specdec.verifier.hub import resolve_model
 from specdec.verifier.kv_cache import BlockPool, KVCache
 from specdec.verifier.loading import load_model, open_checkpoint, read_config
@@ -36,7 +36,6 @@ from specdec.verifier.state import DecodeState
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_BLOCK_SIZE = 16
 DEFAULT_MAX_NUM_SEQS = {"cpu": 8, "cuda": 64}
 # KV memory that an engine takes on the CPU where num_kv_blocks is not given.
 CPU_KV_BYTES = 2 * 2**30
@@ -62,6 +61,7 @@ class Parts:
     max_model_len: int
     capture_seconds: float
     adaptive: AdaptiveK | None
+    attention: BackendChoice  # of the target
 
 
 def build(
@@ -80,7 +80,8 @@ def build(
     if device.type == "cuda":
         configure_exact_blas()
 
-    backend = _backend(config, target_source, limits, device)
+    attention = _choose_backend(config, target_source, limits, device)
+    backend = attention.backend
     if config.exact is True and not backend.batch_invariant:
         raise ValueError(
             f"exact=True: attention backend {backend.name!r} is not batch-invariant on {device}"
@@ -90,7 +91,7 @@ def build(
     if draft_source is not None:
         # A draft keeps its own dtype on a GPU: cast to the target's it may overflow.
         own = replace(config, dtype="auto") if device.type == "cuda" else config
-        draft_backend = _backend(own, draft_source, limits, device)
+        draft_backend = _choose_backend(own, draft_source, limits, device).backend
         supports.append(draft_backend.cg_support)
     mode, full_lens = resolve_uniform_query_lens(
         config.graph_mode,
@@ -195,6 +196,7 @@ def build(
         max_model_len=limits.max_model_len,
         capture_seconds=capture_seconds,
         adaptive=AdaptiveK(runner.decode_costs()) if adapts else None,
+        attention=attention,
     )
 
 
@@ -240,12 +242,15 @@ def _limits(config: EngineConfig, source: _Source, k: int | str, device: torch.d
             f"1 + k = {1 + max_k} tokens"
         )
     block_size = config.kv_block_size
+    attention = config.attention_backend
+    if isinstance(source.model, CausalLM):
+        attention = source.model.attention_backend.name
     return _Limits(
         max_k=max_k,
         allowed_k=tuple(sorted({0, *widths, *(k for k in config.extra_k if k <= max_k)})),
         max_model_len=_max_model_len(config, source.config),
         max_num_seqs=config.max_num_seqs or DEFAULT_MAX_NUM_SEQS[device.type],
-        block_size=block_size if isinstance(block_size, int) else DEFAULT_BLOCK_SIZE,
+        block_size=block_size if isinstance(block_size, int) else default_block_size(attention),
         vocab_size=vocab_size,
     )
 
@@ -341,12 +346,13 @@ def _dtype(config: EngineConfig, source: _Source, device: torch.device) -> torch
     return torch.float32 if device.type == "cpu" else source.config.dtype
 
 
-def _backend(
+def _choose_backend(
     config: EngineConfig, source: _Source, limits: _Limits, device: torch.device
-) -> AttentionBackend:
+) -> BackendChoice:
     if isinstance(source.model, CausalLM):
-        return source.model.attention_backend
-    return select_backend(
+        backend = source.model.attention_backend
+        return BackendChoice(backend=backend, asked=backend.name, reason="the model came with it")
+    return choose_backend(
         config.attention_backend,
         head_size=source.config.head_size,
         dtype=_dtype(config, source, device),

@@ -33,11 +33,13 @@ class EngineConfig:
             of ``CompilationConfig`` (mode, backend, splitting_ops, compile_sizes, ...).
         cudagraph_capture_sizes: batch sizes in tokens to capture; must cover ``max_num_seqs``.
         uniform_request_counts: batch sizes in requests to capture, instead.
-        attention_backend: "auto", "sdpa" or "triton".
+        attention_backend: "auto" (triton on a GPU, sdpa elsewhere), "sdpa", "triton",
+            "flash_attn", "flashinfer" or "mla"; ``Engine.attention`` says why.
         max_num_seqs: requests that run at once. Default: 8 on the CPU, 64 on a GPU.
         max_model_len: longest text, prompt included. Default: the model's context.
         max_num_batched_tokens: token budget of one step.
-        kv_block_size: positions per KV block, a power of two from 1 to 256; "auto" is 16.
+        kv_block_size: positions per KV block, a power of two from 1 to 256; "auto" is 16, and 256
+            for flash_attn, which has no other.
         num_kv_blocks: blocks of the pool. Default: what memory allows, at most what
             ``max_num_seqs`` texts of ``max_model_len`` can fill.
         gpu_memory_utilization: share of the GPU's memory that the engine may fill.

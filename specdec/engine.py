@@ -63,6 +63,8 @@ class Engine:
         self.k = parts.max_k
         self.max_model_len = parts.max_model_len
         self.capture_seconds = parts.capture_seconds
+        self.block_size = parts.scheduler.block_size  # positions per KV block
+        self.attention = parts.attention  # which backend serves the target, and why that one
         self.device = parts.runner.device
         self._runner = parts.runner
         self._scheduler = parts.scheduler

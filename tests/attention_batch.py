@@ -26,6 +26,8 @@ class Batch:
     max_query_len: int
     scale: float
     uniform: bool
+    sliding_window: int | None = None
+    soft_cap: float | None = None
 
     def arguments(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
@@ -56,8 +58,16 @@ class Batch:
                 if visible <= 0:
                     continue
                 query = self.query[row].double().unflatten(0, (-1, group))
-                scores = torch.einsum("gpd,ngd->gpn", query, keys[:visible]) * self.scale
-                mixed = torch.einsum("gpn,ngd->gpd", scores.softmax(-1), values[:visible])
+                first = 0
+                if self.sliding_window is not None:
+                    position = context_len + row - starts[request]
+                    first = max(0, position - self.sliding_window + 1)
+                if first >= visible:
+                    continue
+                scores = torch.einsum("gpd,ngd->gpn", query, keys[first:visible]) * self.scale
+                if self.soft_cap is not None:
+                    scores = self.soft_cap * torch.tanh(scores / self.soft_cap)
+                mixed = torch.einsum("gpn,ngd->gpd", scores.softmax(-1), values[first:visible])
                 out[row] = mixed.flatten(0, 1)
         return out
 
@@ -77,6 +87,8 @@ def make_batch(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     seed: int = 0,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
 ) -> Batch:
     """Requests with random keys in shuffled blocks; what no row may read is NaN or no block."""
     generator = torch.Generator().manual_seed(seed)
@@ -112,6 +124,8 @@ def make_batch(
         max_query_len=max(query_lens),
         scale=head_size**-0.5,
         uniform=uniform,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
     )
 
 

@@ -280,9 +280,9 @@ class _Chain:
             values[a] if isinstance(a, str) and a in call.names else a for a in call.args
         ]
         if call.is_attention and attend is not None:
-            query, key, value, _, positions, cos_sin, layer, scale = args
+            query, key, value, _, *rest = args
             # The name of the shared output stands for this layer's until the next attends.
-            values[call.args[3]] = attend(query, key, value, positions, cos_sin, layer, scale)
+            values[call.args[3]] = attend(query, key, value, *rest)
             return
         result = call.op(*args)
         if not call.is_attention and attend is None:

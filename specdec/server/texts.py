@@ -10,7 +10,6 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from specdec.build import DEFAULT_BLOCK_SIZE
 from specdec.intake import Prompt
 from specdec.params import SamplingParams
 from specdec.server.answers import Answer, ChatAnswer, CompletionAnswer
@@ -103,11 +102,8 @@ class TextService:
     def _room(self, prompt_len: int, params: SamplingParams) -> int:
         """The tokens that fit after a prompt into the context and into the whole pool."""
         engine = self._front.engine
-        block_size = engine.config.kv_block_size
-        if not isinstance(block_size, int):
-            block_size = DEFAULT_BLOCK_SIZE
         # The last token of a text needs no position.
-        fits = min(engine.max_model_len, engine.stats().total_kv_blocks * block_size + 1)
+        fits = min(engine.max_model_len, engine.stats().total_kv_blocks * engine.block_size + 1)
         return max(1, fits - prompt_len, params.min_tokens)
 
     def _told(self, error: Exception) -> Exception:

@@ -1,5 +1,7 @@
 """The sdpa backend and the plain-PyTorch twin of the kernel, against float64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from attention_batch import HEAD_IDS, HEADS, Batch, border_lengths, make_batch, with_broken_values
@@ -29,7 +31,10 @@ def metadata_of(batch: Batch) -> AttentionMetadata:
 def by_backend(batch: Batch) -> torch.Tensor:
     backend = SdpaBackend("cpu")
     metadata = metadata_of(batch)
-    return backend.forward(batch.query, batch.key_cache, batch.value_cache, metadata, batch.scale)
+    return backend.forward(
+        *(batch.query, batch.key_cache, batch.value_cache, metadata, batch.scale),
+        *(batch.sliding_window, batch.soft_cap),
+    )
 
 
 def by_kernel_twin(batch: Batch) -> torch.Tensor:
@@ -72,6 +77,53 @@ def test_block_and_head_sizes(attend, block_size, head_size) -> None:
         head_size=head_size,
     )
     assert_exact(batch, attend(batch))
+
+
+WINDOWS = pytest.mark.parametrize(
+    ("sliding_window", "soft_cap"),
+    [(1, None), (5, None), (8, 2.0), (333, None), (None, 2.0), (None, 50.0)],
+    ids=str,
+)
+
+
+@PATHS
+@WINDOWS
+@pytest.mark.parametrize("uniform", [True, False], ids=["uniform", "mixed"])
+def test_sliding_windows_and_soft_caps(attend, uniform, sliding_window, soft_cap) -> None:
+    """Windows shorter and longer than the run, the block and the text (C41)."""
+    batch = make_batch(
+        border_lengths(4),
+        [5] * 6 if uniform else [9, 1, 2, 0, 75, 5],
+        uniform=uniform,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+    )
+    assert_exact(batch, attend(batch))
+
+
+@PATHS
+def test_rows_past_the_last_key_and_its_window_are_zero(attend) -> None:
+    """A row drafted less than its batch: the tail stands past ``seq_lens``."""
+    batch = make_batch(
+        [6, 20, 0], [6] * 3, uniform=True, seq_lens=[7, 22, 0], table_width=8, sliding_window=3
+    )
+    result = attend(batch)
+    assert_exact(batch, result)
+    zero = [row for row in range(18) if not result[row].any()]
+    assert zero == [3, 4, 5, 10, 11, *range(12, 18)]
+
+
+@PATHS
+def test_a_broken_value_before_the_window_is_not_seen(attend) -> None:
+    batch = make_batch([0, 15], [12] * 2, uniform=True, sliding_window=4)
+    value_cache = batch.value_cache.clone()
+    value_cache[batch.block_table[0, 0], 3] = torch.nan
+    value_cache[batch.block_table[1, 3], 3] = torch.inf
+    result = attend(replace(batch, value_cache=value_cache))
+    sees = torch.zeros(24, dtype=torch.bool)
+    sees[3:7] = sees[12:16] = True
+    assert result[sees].isnan().all()
+    torch.testing.assert_close(result[~sees].double(), batch.exact()[~sees], rtol=0, atol=TOLERANCE)
 
 
 @PATHS
@@ -133,6 +185,13 @@ def test_long_prompts_take_the_fused_path() -> None:
     assert_exact(batch, by_backend(batch))
 
 
+def test_long_prompts_with_a_cap_go_in_parts() -> None:
+    batch = make_batch(
+        [3], [700], uniform=False, num_heads=9, num_kv_heads=3, soft_cap=3.0, sliding_window=90
+    )
+    assert_exact(batch, by_backend(batch))
+
+
 def test_query_may_be_a_slice_of_the_fused_projection() -> None:
     batch = make_batch([9, 2], [5] * 2, uniform=True)
     wide = torch.randn(10, 6 * 16 + 32)
@@ -173,7 +232,15 @@ def test_auto_takes_sdpa_on_the_cpu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"), [("flash", "choose one of auto, sdpa, triton"), ("triton", "runs on CUDA")]
+    ("name", "reason"),
+    [
+        ("flash", "choose one of auto, sdpa, triton, mla, flash_attn, flashinfer"),
+        ("triton", "runs on CUDA"),
+        ("flash_attn", "runs on CUDA"),
+        ("flashinfer", "runs on CUDA"),
+        ("mla", "it is for latent attention"),
+        ("flashmla", "this release has not been run with it"),
+    ],
 )
 def test_backends_that_cannot_serve_are_refused_by_name(name, reason) -> None:
     with pytest.raises(ValueError, match=f"attention_backend.*{name}.*{reason}"):

@@ -1,21 +1,18 @@
-"""The Triton attention backend on a GPU, and sdpa beside it: accuracy, bits, graphs, poison.
+"""The Triton attention backend on a GPU: bits, scratch, races.
 
-An error is measured against float64 and may be at most twice that of PyTorch's own attention in
-the same dtype, which reads the same keys without pages.
+Accuracy, graphs and poison are the conformance suite's (``tests/attention``).
 """
 
 from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
-from attention_batch import HEAD_IDS, HEADS, Batch, border_lengths, make_batch
+from attention_batch import Batch, make_batch
 
 from specdec.kernels import attention_triton
 from specdec.kernels.attention import paged_attention
 from specdec.kernels.attention_tree import NODE, leaf_size
 from specdec.verifier.attention.base import AttentionMetadata
-from specdec.verifier.attention.sdpa import SdpaBackend
 from specdec.verifier.attention.triton import TritonBackend
 
 pytestmark = pytest.mark.gpu
@@ -37,53 +34,6 @@ def gpu_batch(*args: object, dtype: torch.dtype = BF16, **options: object) -> Ba
     return on_gpu(make_batch(*args, **options), dtype)  # type: ignore[arg-type]
 
 
-def plain_attention(batch: Batch) -> torch.Tensor:
-    """PyTorch's attention in the batch's dtype, request by request over contiguous keys."""
-    out = torch.zeros_like(batch.query)
-    group = batch.query.shape[1] // batch.key_cache.shape[2]
-    starts = batch.query_start_loc.tolist()
-    for request, context_len in enumerate(batch.context_lens.tolist()):
-        keys, values = (
-            part.repeat_interleave(group, dim=1).transpose(0, 1)
-            for part in batch.keys_and_values(request)
-        )
-        start, end = starts[request], starts[request + 1]
-        last = torch.arange(end - start, device="cuda")[:, None] + context_len
-        mask = torch.arange(keys.shape[1], device="cuda") <= last
-        rows = batch.query[start:end].transpose(0, 1)
-        mixed = F.scaled_dot_product_attention(rows, keys, values, mask, scale=batch.scale)
-        out[start:end] = torch.where(mask.any(-1)[:, None, None], mixed.transpose(0, 1), 0)
-    return out
-
-
-def error(result: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """Relative error of each head."""
-    assert result.isfinite().all()
-    return (result.double() - exact).norm(dim=(0, 2)) / exact.norm(dim=(0, 2))
-
-
-def assert_as_good(batch: Batch) -> None:
-    exact = on_gpu(batch_on_cpu(batch), torch.float64).exact()
-    limit = 2 * error(plain_attention(batch), exact) + 1e-7
-    for result in (paged_attention(**batch.arguments()), by_sdpa(batch)):
-        assert result.dtype == batch.query.dtype
-        assert (error(result, exact) <= limit).all()
-        assert not result[~batch_rows(batch)].any()
-
-
-def batch_rows(batch: Batch) -> torch.Tensor:
-    return torch.arange(len(batch.query), device="cuda") < batch.query_start_loc[-1]
-
-
-def batch_on_cpu(batch: Batch) -> Batch:
-    return Batch(
-        **{
-            name: value.cpu() if isinstance(value, torch.Tensor) else value
-            for name, value in batch.arguments().items()
-        }
-    )
-
-
 def metadata_of(batch: Batch) -> AttentionMetadata:
     return AttentionMetadata(
         query_start_loc=batch.query_start_loc,
@@ -96,99 +46,9 @@ def metadata_of(batch: Batch) -> AttentionMetadata:
     )
 
 
-def by_backend(backend: SdpaBackend | TritonBackend, batch: Batch) -> torch.Tensor:
+def by_backend(backend: TritonBackend, batch: Batch) -> torch.Tensor:
     metadata = metadata_of(batch)
     return backend.forward(batch.query, batch.key_cache, batch.value_cache, metadata, batch.scale)
-
-
-def by_sdpa(batch: Batch) -> torch.Tensor:
-    return by_backend(SdpaBackend("cuda"), batch)
-
-
-@pytest.mark.parametrize("heads", HEADS, ids=HEAD_IDS)
-def test_uniform_heads(heads) -> None:
-    """Each head sees its own keys, at every border of a block and far into the cache (C04, C50)."""
-    contexts = [*border_lengths(16), 4097, 700]
-    batch = gpu_batch(
-        contexts,
-        [5] * len(contexts),
-        uniform=True,
-        num_heads=heads[0],
-        num_kv_heads=heads[1],
-        head_size=64,
-        block_size=16,
-    )
-    assert_as_good(batch)
-
-
-@pytest.mark.parametrize(
-    ("head_size", "block_size", "query_len", "dtype"),
-    [
-        (16, 4, 5, BF16),
-        (64, 16, 1, BF16),
-        (64, 1, 2, BF16),
-        (64, 256, 8, BF16),
-        (80, 16, 5, BF16),
-        (96, 16, 5, BF16),
-        (128, 16, 5, BF16),
-        (128, 16, 17, BF16),
-        (256, 16, 5, BF16),
-        (64, 16, 5, FP16),
-        (16, 4, 5, FP32),
-        (128, 16, 5, FP32),
-        (256, 16, 2, FP32),
-    ],
-    ids=str,
-)
-def test_uniform_sizes(head_size, block_size, query_len, dtype) -> None:
-    contexts = [*border_lengths(block_size), 1025, 63]
-    batch = gpu_batch(
-        contexts,
-        [query_len] * len(contexts),
-        uniform=True,
-        num_heads=9,
-        num_kv_heads=3,
-        head_size=head_size,
-        block_size=block_size,
-        dtype=dtype,
-    )
-    assert_as_good(batch)
-
-
-@pytest.mark.parametrize(
-    ("heads", "head_size", "block_size", "dtype"),
-    [
-        ((6, 2), 16, 4, BF16),
-        ((9, 3), 64, 16, BF16),
-        ((7, 1), 80, 1, BF16),
-        ((28, 4), 128, 16, BF16),
-        ((48, 2), 64, 16, BF16),
-        ((3, 3), 256, 16, BF16),
-        ((8, 1), 64, 16, FP16),
-        ((6, 2), 64, 16, FP32),
-    ],
-    ids=str,
-)
-def test_mixed(heads, head_size, block_size, dtype) -> None:
-    batch = gpu_batch(
-        [0, 12, 0, 333, 700, -1, 0],
-        [333, 5, 0, 1, 75, 3, 63],
-        uniform=False,
-        spare_rows=3,
-        num_heads=heads[0],
-        num_kv_heads=heads[1],
-        head_size=head_size,
-        block_size=block_size,
-        dtype=dtype,
-    )
-    assert_as_good(batch)
-
-
-def test_rows_that_see_no_key_are_zero() -> None:
-    for uniform in (True, False):
-        batch = gpu_batch([0, -1, 6], [4] * 3, uniform=uniform, seq_lens=[0, 3, 8], table_width=5)
-        assert_as_good(batch)
-        assert not paged_attention(**batch.arguments())[:5].any()
 
 
 def one_request(prompt: Batch, first: int, query_len: int, uniform: bool) -> Batch:
@@ -205,11 +65,18 @@ def one_request(prompt: Batch, first: int, query_len: int, uniform: bool) -> Bat
 
 
 @pytest.mark.parametrize(
-    ("heads", "head_size", "dtype"),
-    [((32, 8), 128, BF16), ((9, 3), 64, BF16), ((7, 1), 80, FP16), ((6, 2), 64, FP32)],
+    ("heads", "head_size", "dtype", "options"),
+    [
+        ((32, 8), 128, BF16, {}),
+        ((9, 3), 64, BF16, {}),
+        ((7, 1), 80, FP16, {}),
+        ((6, 2), 64, FP32, {}),
+        ((8, 4), 256, BF16, {"sliding_window": 100, "soft_cap": 50.0}),
+        ((9, 3), 64, BF16, {"sliding_window": 700}),
+    ],
     ids=str,
 )
-def test_bits_do_not_depend_on_the_batch(heads, head_size, dtype, monkeypatch) -> None:
+def test_bits_do_not_depend_on_the_batch(heads, head_size, dtype, options, monkeypatch) -> None:
     """A row of a prompt has the same bits in the whole prompt, in chunks of any size, verified
     1 + k at a time, decoded alone, and beside other requests; with leaves, nodes or all keys as
     the unit of work (P3)."""
@@ -224,6 +91,7 @@ def test_bits_do_not_depend_on_the_batch(heads, head_size, dtype, monkeypatch) -
         head_size=head_size,
         block_size=16,
         dtype=dtype,
+        **options,
     )
     wanted = paged_attention(**prompt.arguments())
     for chunk in (1, 7, 64, 333):
@@ -268,42 +136,13 @@ def test_bits_do_not_depend_on_the_batch(heads, head_size, dtype, monkeypatch) -
         assert torch.equal(paged_attention(**mixed.arguments()), wanted[index])
 
 
-@pytest.mark.parametrize("name", ["triton", "sdpa"])
-def test_a_graph_reads_the_lengths_of_the_step(name) -> None:
-    """Captured on one-token contexts, replayed as they grow past every border: each slot equals
-    eager, and padding requests stay zero (C26, C30)."""
-    contexts = [1, 15, 16, 17, 333, 1000, 0, 0]
-    batch = gpu_batch(
-        contexts,
-        [5] * 8,
-        uniform=True,
-        seq_lens=[c + 5 for c in contexts[:6]] + [0, 0],
-        num_heads=9,
-        num_kv_heads=3,
-        head_size=64,
-        block_size=16,
-    )
-    backend = TritonBackend() if name == "triton" else SdpaBackend("cuda")
-    static = replace(
-        batch,
-        context_lens=torch.ones_like(batch.context_lens),
-        seq_lens=torch.full_like(batch.seq_lens, 6),
-        block_table=torch.zeros_like(batch.block_table),
-    )
-    by_backend(backend, static)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = by_backend(backend, static)
-    for seq_lens in (batch.seq_lens, batch.seq_lens.clamp(max=21), batch.seq_lens * 0):
-        static.block_table.copy_(batch.block_table)
-        static.seq_lens.copy_(seq_lens)
-        static.context_lens.copy_(torch.where(seq_lens > 0, seq_lens - 5, 0))
-        for _ in range(3):
-            out.fill_(torch.nan)
-            graph.replay()
-        assert torch.equal(out, by_backend(backend, static))
-        assert not out[30:].any()
-        assert out.isfinite().all()
+def test_a_window_longer_than_the_text_changes_no_bit() -> None:
+    batch = gpu_batch([0, 700, 4097], [5] * 3, uniform=True, head_size=64, block_size=16)
+    for uniform in (True, False):
+        plain = replace(batch, uniform=uniform)
+        wanted = paged_attention(**plain.arguments())
+        windowed = replace(plain, sliding_window=5000)
+        assert torch.equal(paged_attention(**windowed.arguments()), wanted)
 
 
 def test_scratch_grows_only_outside_a_capture() -> None:

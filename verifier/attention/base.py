@@ -4,8 +4,8 @@ Shape letters: T tokens, R requests, Q query length, H query heads, G key/value 
 B block size, N blocks of the pool, W width of a block table.
 """
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +23,8 @@ class AttentionMetadata:
     ``0 .. min(context_lens[r] + j, seq_lens[r] - 1)``; a row that sees no key gives exact zeros.
     ``context_lens`` may be -1 (a first row that stands before the text), and ``seq_lens`` may be
     less than ``context_lens + query_len`` (the tail of a row that drafted less than the batch):
-    keys at or past ``seq_lens`` are never read, whatever they hold.
+    keys at or past ``seq_lens`` are never read, whatever they hold, and what the rows at such
+    positions give is used by nobody and need only be finite.
     """
 
     query_start_loc: Tensor  # [R + 1] int32: request r owns token rows loc[r] .. loc[r + 1] - 1
@@ -36,6 +37,21 @@ class AttentionMetadata:
     # [T] int64: adapter slot of each token row, -1 for none; None where no row has one. The linear
     # layers read it, attention does not.
     adapter_slots: Tensor | None = None
+    # What a backend works out once for all layers of a pass, under its own name.
+    prepared: dict[str, Any] = field(default_factory=dict, compare=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionNeeds:
+    """What the attention layers of a model ask of a backend."""
+
+    head_size: int  # of keys; of a latent and its rotated part together where latent_size is given
+    dtype: torch.dtype
+    block_size: int
+    device: torch.device
+    sliding_window: int | None = None  # of the layers that have one
+    soft_cap: float | None = None  # likewise
+    latent_size: int | None = None  # latent attention: leading features of a key that are its value
 
 
 def concatenate(first: AttentionMetadata, second: AttentionMetadata) -> AttentionMetadata:
@@ -67,9 +83,7 @@ class AttentionBackend(Protocol):
     cg_support: AttentionCGSupport
     batch_invariant: bool
 
-    def unsupported(
-        self, *, head_size: int, dtype: torch.dtype, block_size: int, device: torch.device
-    ) -> str | None:
+    def unsupported(self, needs: AttentionNeeds) -> str | None:
         """Why this backend cannot serve such a model, or None if it can."""
 
     def forbids_full(self, batch: BatchDescriptor) -> str | None:
@@ -85,5 +99,11 @@ class AttentionBackend(Protocol):
         value_cache: Tensor,  # [N + 1, B, G, D]
         metadata: AttentionMetadata,
         scale: float,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
     ) -> Tensor:
-        """Attention of every query row over its request's keys: [T, H, D], query's dtype."""
+        """Attention of every query row over its request's keys: [T, H, D], query's dtype.
+
+        With a ``sliding_window`` of w a row at position p sees none of the keys before p - w + 1.
+        With a ``soft_cap`` of c a score s (product times scale) counts as c * tanh(s / c).
+        """

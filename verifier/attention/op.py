@@ -30,6 +30,8 @@ class LayerAttention(Protocol):
         cos_sin: Tensor,
         layer: int,
         scale: float,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
     ) -> Tensor:
         """[T, H, D]"""
 
@@ -51,11 +53,15 @@ class PagedAttention:
         cos_sin: Tensor,
         layer: int,
         scale: float,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
     ) -> Tensor:
         keys, values = self.kv_cache.keys[layer], self.kv_cache.values[layer]
         slots = self.metadata.slot_mapping
         query = rope_write_kv(query, key, value, cos_sin, positions, keys, values, slots)
-        return self.backend.forward(query, keys, values, self.metadata, scale)
+        return self.backend.forward(
+            query, keys, values, self.metadata, scale, sliding_window, soft_cap
+        )
 
     def project(
         self,
@@ -66,12 +72,16 @@ class PagedAttention:
         cos_sin: Tensor,
         layer: int,
         scale: float,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
     ) -> Tensor:
         """The same from the projection's input on, where nothing stands between the two."""
         keys, values = self.kv_cache.keys[layer], self.kv_cache.values[layer]
         slots = self.metadata.slot_mapping
         query = qkv_rope_write_kv(x, weight, bias, cos_sin, positions, keys, values, slots)
-        return self.backend.forward(query, keys, values, self.metadata, scale)
+        return self.backend.forward(
+            query, keys, values, self.metadata, scale, sliding_window, soft_cap
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +103,13 @@ class OpaqueAttention:
         cos_sin: Tensor,
         layer: int,
         scale: float,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
     ) -> Tensor:
-        torch.ops.specdec.attention(query, key, value, self.out, positions, cos_sin, layer, scale)
+        torch.ops.specdec.attention(
+            *(query, key, value, self.out, positions, cos_sin, layer, scale),
+            *(sliding_window, soft_cap),
+        )
         return self.out
 
 
@@ -107,6 +122,8 @@ def _attention(
     cos_sin: Tensor,
     layer: int,
     scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
 ) -> None:
     """Takes the batch from the forward context. Rows of ``out`` past its tokens are left alone.
 
@@ -119,14 +136,15 @@ def _attention(
     attend = PagedAttention(context.attn_backend, context.kv_cache, context.attn_metadata)
     live = context.attn_metadata.slot_mapping.shape[0]
     out[:live] = attend(
-        query[:live], key[:live], value[:live], positions[:live], cos_sin, layer, scale
+        *(query[:live], key[:live], value[:live], positions[:live], cos_sin, layer, scale),
+        *(sliding_window, soft_cap),
     )
 
 
 _library = torch.library.Library("specdec", "FRAGMENT")
 _library.define(
     "attention(Tensor query, Tensor key, Tensor value, Tensor(a!) out, Tensor positions, "
-    "Tensor cos_sin, int layer, float scale) -> ()"
+    "Tensor cos_sin, int layer, float scale, int? sliding_window=None, float? soft_cap=None) -> ()"
 )
 _library.impl("attention", _attention, "CompositeExplicitAutograd")
 _library.impl("attention", lambda *_: None, "Meta")

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from specdec.verifier.attention.base import AttentionMetadata
+from specdec.verifier.attention.base import AttentionMetadata, AttentionNeeds
 from specdec.verifier.modes import AttentionCGSupport, BatchDescriptor
 
 
@@ -26,17 +26,17 @@ class TritonBackend:
         self._scratch = attention_triton.Scratch()
         self._paged_attention = attention_triton.paged_attention
 
-    def unsupported(
-        self, *, head_size: int, dtype: torch.dtype, block_size: int, device: torch.device
-    ) -> str | None:
-        if device.type != "cuda":
-            return f"it runs on CUDA, not on {device.type}"
-        if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            return f"dtype {dtype}; it has bfloat16, float16 and float32"
-        if not 16 <= head_size <= 256 or head_size % 8:
-            return f"head size {head_size}; it has multiples of 8 from 16 to 256"
-        if not 1 <= block_size <= 256 or block_size & (block_size - 1):
-            return f"block size {block_size}; it has powers of two from 1 to 256"
+    def unsupported(self, needs: AttentionNeeds) -> str | None:
+        if needs.device.type != "cuda":
+            return f"it runs on CUDA, not on {needs.device.type}"
+        if needs.latent_size is not None:
+            return "latent attention; that is what 'mla' is for"
+        if needs.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            return f"dtype {needs.dtype}; it has bfloat16, float16 and float32"
+        if not 16 <= needs.head_size <= 256 or needs.head_size % 8:
+            return f"head size {needs.head_size}; it has multiples of 8 from 16 to 256"
+        if not 1 <= needs.block_size <= 256 or needs.block_size & (needs.block_size - 1):
+            return f"block size {needs.block_size}; it has powers of two from 1 to 256"
         return None
 
     def forbids_full(self, batch: BatchDescriptor) -> str | None:
@@ -49,6 +49,8 @@ class TritonBackend:
         value_cache: Tensor,
         metadata: AttentionMetadata,
         scale: float,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
     ) -> Tensor:
         return self._paged_attention(
             query,
@@ -61,5 +63,7 @@ class TritonBackend:
             metadata.max_query_len,
             scale,
             metadata.uniform,
+            sliding_window,
+            soft_cap,
             scratch=self._scratch,
         )

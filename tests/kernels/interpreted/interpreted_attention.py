@@ -55,6 +55,44 @@ def test_mixed_lengths_with_empty_requests_and_spare_rows() -> None:
     assert_exact(batch)
 
 
+@pytest.mark.parametrize(
+    ("sliding_window", "soft_cap"),
+    [(1, None), (LEAF, 2.0), (LEAF * NODE + 3, None)],
+    ids=str,
+)
+def test_sliding_windows_and_soft_caps(sliding_window, soft_cap) -> None:
+    options = {"sliding_window": sliding_window, "soft_cap": soft_cap, "num_heads": 3}
+    contexts = [1, LEAF - 1, LEAF, LEAF * NODE, LEAF * NODE + 70]
+    assert_exact(make_batch(contexts, [3] * 5, uniform=True, num_kv_heads=1, **options))
+    assert_exact(make_batch([0, 0, 200], [40, 0, 1], uniform=False, num_kv_heads=1, **options))
+
+
+def test_a_window_longer_than_the_text_changes_no_bit() -> None:
+    for uniform in (True, False):
+        batch = make_batch([0, LEAF * NODE + 3], [2, 2], uniform=uniform)
+        wanted = attend(batch)
+        assert torch.equal(attend(replace(batch, sliding_window=500)), wanted)
+
+
+def test_rows_past_the_last_key_and_its_window_are_zero() -> None:
+    batch = make_batch(
+        [6, 40, 0, LEAF * NODE],
+        [6] * 4,
+        uniform=True,
+        seq_lens=[7, 42, 0, LEAF * NODE + 1],
+        table_width=70,
+        sliding_window=3,
+    )
+    assert_exact(batch)
+    assert_exact(replace(batch, uniform=False))
+
+
+@pytest.mark.parametrize("cap", [0.05, 0.62, 30.0])
+def test_soft_cap_is_a_tanh(cap) -> None:
+    """Scores from far below the cap to far above it, to a few units in the last place."""
+    assert_exact(make_batch([40], [2], uniform=True, head_size=64, soft_cap=cap))
+
+
 def test_rows_that_see_no_key_are_zero() -> None:
     for uniform in (True, False):
         batch = make_batch([0, -1, 6], [4] * 3, uniform=uniform, seq_lens=[0, 3, 8], table_width=5)
@@ -89,11 +127,20 @@ def solo(batch: Batch, request: int, first: int, query_len: int) -> Batch:
     )
 
 
-def test_bits_do_not_depend_on_the_split(monkeypatch) -> None:
+@pytest.mark.parametrize(("sliding_window", "soft_cap"), [(None, None), (LEAF + 5, 2.0)], ids=str)
+def test_bits_do_not_depend_on_the_split(monkeypatch, sliding_window, soft_cap) -> None:
     """One prompt over leaf and node borders, and each of its rows decoded or verified alone with
     leaves, nodes or all keys as the unit of work: the same bits."""
     length = LEAF * (NODE + 1) + 7
-    batch = make_batch([0], [length], uniform=False, num_heads=3, num_kv_heads=1)
+    batch = make_batch(
+        [0],
+        [length],
+        uniform=False,
+        num_heads=3,
+        num_kv_heads=1,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+    )
     prompt = attend(batch)
     for programs, scratch_bytes in ((1000, 1 << 30), (1, 1 << 30), (1, 0)):
         monkeypatch.setattr(attention_triton, "num_programs", lambda *_, n=programs: n)
