@@ -3,6 +3,7 @@
 Shape letters: R requests of the batch, V the target's vocabulary.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,6 +61,21 @@ class Drafter:
     def catch_up(self, state: RowState) -> None:
         """Read up to ``catchup_width`` committed tokens of each row that ``propose`` lacks."""
 
+    def enter(self, row: int, group: str | None) -> None:
+        """A request has taken a state row; after a preemption it takes one again.
+
+        Args:
+            group: tells apart adapters and their versions. None for a request whose text depends
+                on where its steps begin (a seed under rejection sampling), so that its drafts must
+                follow from its own text alone.
+        """
+
+    def learn(self, token_ids: Sequence[int], group: str) -> None:
+        """A request of ``group`` has ended with this output."""
+
+    def refresh(self) -> None:
+        """Called between two steps: bring to the device what the host has changed."""
+
     def bytes_per_block(self, block_size: int) -> int:
         """Bytes of the drafter's own KV for one block of the target's."""
         return 0
@@ -81,7 +97,8 @@ class DrafterLike(Drafter):
         self.name = type(wrapped).__name__
         own = ("name", "capturable", "catchup_width", "max_model_len", "uses_adapters")
         calls = ("propose", "prefill", "advance", "catch_up", "bytes_per_block", "attach")
-        for name in (*own, *calls):
+        of_host = ("enter", "learn", "refresh")
+        for name in (*own, *calls, *of_host):
             if hasattr(wrapped, name):
                 setattr(self, name, getattr(wrapped, name))
 

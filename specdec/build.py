@@ -14,6 +14,7 @@ from specdec.drafters.base import Drafter, DrafterLike
 from specdec.drafters.draft_model import DraftModelDrafter
 from specdec.drafters.layer_skip import LayerSkipDrafter, skipped_layers
 from specdec.drafters.ngram import NgramDrafter
+from specdec.drafters.suffix import SuffixDrafter
 from specdec.graph_report import capture_progress, start_up_line
 from specdec.graph_setup import make_dispatcher, make_flat_model
 from specdec.intake import Intake
@@ -43,7 +44,7 @@ CPU_KV_BYTES = 2 * 2**30
 # GPU memory left for activations and graphs when the KV cache takes the rest.
 GPU_RESERVED_BYTES = 3 * 2**30
 
-DRAFTERS = "auto, ngram, layer_skip:N"
+DRAFTERS = "auto, ngram, suffix, layer_skip:N"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,7 +126,7 @@ def build(
     )
     kv_cache = target.make_kv_cache(num_blocks, limits.block_size)
     if drafter is None and draft is not None:
-        drafter = _light_drafter(draft, target, kv_cache, limits)
+        drafter = _light_drafter(draft, target, kv_cache, config, limits)
     if drafter is not None:
         drafter.attach(state, num_blocks, limits.max_k)
     query_lens = list(full_lens) or query_lens
@@ -252,7 +253,7 @@ def _limits(config: EngineConfig, source: _Source, k: int | str, device: torch.d
 
 def _check_draft(draft: str | Path | CausalLM | Drafter | None, target: _Source) -> _Source | None:
     """Refuse a drafter that cannot work, from files alone. A draft model's files, or None."""
-    if draft is None or draft == "ngram":
+    if draft is None or draft in ("ngram", "suffix"):
         return None
     if isinstance(draft, CausalLM):
         return _read(draft)
@@ -266,7 +267,7 @@ def _check_draft(draft: str | Path | CausalLM | Drafter | None, target: _Source)
         return None
     if not text or text == "none":
         raise ValueError(f"draft={text!r}: pass None for no drafter, or one of {DRAFTERS}")
-    if text == "suffix" or text.startswith("eagle:"):
+    if text.startswith("eagle:"):
         raise ValueError(f"draft={text!r} is not supported yet")
     try:
         source = _read(text)
@@ -314,10 +315,16 @@ def _heavy_drafter(
 
 
 def _light_drafter(
-    draft: str | Path | CausalLM | Drafter, target: CausalLM, kv_cache: KVCache, limits: _Limits
+    draft: str | Path | CausalLM | Drafter,
+    target: CausalLM,
+    kv_cache: KVCache,
+    config: EngineConfig,
+    limits: _Limits,
 ) -> Drafter:
     if draft == "ngram":
         return NgramDrafter()
+    if draft == "suffix":
+        return SuffixDrafter(config.suffix_history)
     num_layers = skipped_layers(str(draft), target.config.num_layers)
     return LayerSkipDrafter(target, kv_cache, num_layers=num_layers, vocab_size=limits.vocab_size)
 

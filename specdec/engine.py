@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from specdec import draft_notes
 from specdec.config import EngineConfig, check_k
 from specdec.drafters.adaptive import AdaptiveK
 from specdec.ends import TextTail, close, commit, event
@@ -34,8 +35,8 @@ class Engine:
 
     Args:
         model: a Hugging Face folder or hub id, or a ``.gguf`` file; None is the bundled default.
-        draft: None, "auto", "ngram", "layer_skip:N", the path of a smaller checkpoint with the same
-            tokenizer, or a ``Drafter``.
+        draft: None, "auto", "ngram", "suffix", "layer_skip:N", the path of a smaller checkpoint
+            with the same tokenizer, or a ``Drafter``.
         k: drafts per row and step; "auto" takes, step by step, the k up to ``k_max`` that promises
             the most tokens per second, down to 0.
         fields: see ``EngineConfig``.
@@ -269,6 +270,7 @@ class Engine:
             state.write_blocks(request.row, first, blocks)
         for request in plan.admitted:
             self._runner.install(request)
+        draft_notes.before_step(self.drafter, plan.admitted)
 
     def _track(self, launched: list[Launched], records: list[StepRecord]) -> None:
         """Keep what has been launched until it is read, and note which graphs it took."""
@@ -325,6 +327,7 @@ class Engine:
 
     def _retire(self, request: Request) -> None:
         self._scheduler.finish(request)
+        draft_notes.after_end(self.drafter, request)
         self._lora.drop(request)
         self._num_grammars -= request.grammar is not None
         del self._tails[request]
