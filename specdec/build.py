@@ -11,6 +11,7 @@ from specdec.adapters import make_table, read_adapters
 from specdec.config import DTYPES, EngineConfig
 from specdec.drafters.adaptive import AdaptiveK, widths_up_to
 from specdec.drafters.base import Drafter, DrafterLike
+from specdec.drafters.combined import CombinedDrafter, make_lookup, split_names
 from specdec.drafters.draft_model import DraftModelDrafter
 from specdec.drafters.layer_skip import LayerSkipDrafter, skipped_layers
 from specdec.drafters.ngram import NgramDrafter
@@ -75,6 +76,7 @@ def build(
     device = config.torch_device
     target_source = _read(model)
     draft = "ngram" if draft == "auto" else draft
+    lookup, draft = split_names(draft)
     draft_source = _check_draft(draft, target_source)
     limits = _limits(config, target_source, k if draft is not None else 0, device)
     adapts = k == "auto" and draft is not None
@@ -127,6 +129,9 @@ def build(
     kv_cache = target.make_kv_cache(num_blocks, limits.block_size)
     if drafter is None and draft is not None:
         drafter = _light_drafter(draft, target, kv_cache, config, limits)
+    if lookup is not None:
+        assert drafter is not None
+        drafter = CombinedDrafter(make_lookup(lookup, config.suffix_history), drafter)
     if drafter is not None:
         drafter.attach(state, num_blocks, limits.max_k)
     query_lens = list(full_lens) or query_lens

@@ -1,4 +1,4 @@
-"""What a drafter is told on the host about requests that come and go."""
+"""What a drafter is told about requests that come and go, and what is counted of its drafts."""
 
 from collections.abc import Iterable
 
@@ -13,6 +13,19 @@ def before_step(drafter: Drafter | None, admitted: Iterable[Request]) -> None:
     for request in admitted:
         drafter.enter(request.row, None if request.repeats_by_steps else request.cache_salt)
     drafter.refresh()
+
+
+def from_sources(
+    drafter: Drafter | None, drafted: int, accepted: int, num_from_first: int
+) -> dict[str, tuple[int, int]]:
+    """Drafted and accepted tokens of a row's step, by the drafter that proposed them."""
+    if drafter is None:
+        return {}
+    if not drafter.sources:
+        return {drafter.name: (drafted, accepted)}
+    first, second = drafter.sources
+    of_first = min(drafted, num_from_first), min(accepted, num_from_first)
+    return {first: of_first, second: (drafted - of_first[0], accepted - of_first[1])}
 
 
 def after_end(drafter: Drafter | None, request: Request) -> None:

@@ -36,7 +36,8 @@ class Engine:
     Args:
         model: a Hugging Face folder or hub id, or a ``.gguf`` file; None is the bundled default.
         draft: None, "auto", "ngram", "suffix", "layer_skip:N", the path of a smaller checkpoint
-            with the same tokenizer, or a ``Drafter``.
+            with the same tokenizer, "ngram+" or "suffix+" before one of the last two (lookup where
+            its match is long, the model elsewhere), or a ``Drafter``.
         k: drafts per row and step; "auto" takes, step by step, the k up to ``k_max`` that promises
             the most tokens per second, down to 0.
         fields: see ``EngineConfig``.
@@ -304,7 +305,11 @@ class Engine:
             request.stats.record(result.num_drafted, accepted, committed)
             if self._adaptive is not None:
                 self._adaptive.observe(result.num_drafted, result.num_accepted)
-            self._stats.record(request.adapter_name, result.num_drafted, accepted)
+            drafted = result.num_drafted
+            sources = draft_notes.from_sources(
+                self.drafter, drafted, accepted, result.num_from_first
+            )
+            self._stats.record(request.adapter_name, drafted, accepted, sources)
         request.events.append(event(request, tail, committed))
         if request.finish_reason != "error":
             self._scheduler.publish(request)
