@@ -3,6 +3,7 @@
 Shape letters: R requests of the batch, V the target's vocabulary.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,8 @@ class Draft:
 
     ids: Tensor  # [R, k] int64; -1 proposes nothing there and ends the row's draft
     probs: Tensor | None = None  # [R, k, V] float32: the distributions the ids were sampled from
+    # [R] int64: leading drafts that come from the first of two drafters (``Drafter.sources``)
+    num_from_first: Tensor | None = None
 
 
 class Drafter:
@@ -36,6 +39,7 @@ class Drafter:
         max_model_len: longest text that the drafter can read, or None for any.
         uses_adapters: rows with an adapter are drafted with it, so that what drafts has LoRA graphs
             of its own; otherwise drafts come from the base model for every row.
+        sources: what drafts are counted by: of two drafters the names of both, else none.
     """
 
     name: str = "custom"
@@ -43,10 +47,18 @@ class Drafter:
     catchup_width: int = 0
     max_model_len: int | None = None
     uses_adapters: bool = False
+    sources: tuple[str, ...] = ()
 
     def propose(self, state: RowState, k: int) -> Draft | Tensor | tuple[Tensor, Tensor | None]:
         """Draft ids [R, k] (int64, -1 = none) and, if sampled, their probabilities [R, k, V]."""
         raise NotImplementedError(f"{type(self).__name__}.propose")
+
+    def propose_after(self, state: RowState, k: int, given: Tensor) -> Draft:
+        """As ``propose``, going on from drafts that stand: ``given`` [R, k] int64, then -1.
+
+        They count as this drafter's own in all that it keeps; what it returns there is ignored.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.propose_after")
 
     def prefill(self, batch: PrefillBatch) -> None:
         """Read the chunks of prompts that the target just read."""
@@ -59,6 +71,21 @@ class Drafter:
 
     def catch_up(self, state: RowState) -> None:
         """Read up to ``catchup_width`` committed tokens of each row that ``propose`` lacks."""
+
+    def enter(self, row: int, group: str | None) -> None:
+        """A request has taken a state row; after a preemption it takes one again.
+
+        Args:
+            group: tells apart adapters and their versions. None for a request whose text depends
+                on where its steps begin (a seed under rejection sampling), so that its drafts must
+                follow from its own text alone.
+        """
+
+    def learn(self, token_ids: Sequence[int], group: str) -> None:
+        """A request of ``group`` has ended with this output."""
+
+    def refresh(self) -> None:
+        """Called between two steps: bring to the device what the host has changed."""
 
     def bytes_per_block(self, block_size: int) -> int:
         """Bytes of the drafter's own KV for one block of the target's."""
@@ -81,7 +108,8 @@ class DrafterLike(Drafter):
         self.name = type(wrapped).__name__
         own = ("name", "capturable", "catchup_width", "max_model_len", "uses_adapters")
         calls = ("propose", "prefill", "advance", "catch_up", "bytes_per_block", "attach")
-        for name in (*own, *calls):
+        of_host = ("enter", "learn", "refresh")
+        for name in (*own, *calls, *of_host):
             if hasattr(wrapped, name):
                 setattr(self, name, getattr(wrapped, name))
 
@@ -114,4 +142,4 @@ def as_draft(proposal: object, num_reqs: int, k: int, name: str) -> Draft:
             f"drafter {name!r}: probabilities must have the shape [{num_reqs}, {k}, V], "
             f"got {list(probs.shape)}"
         )
-    return Draft(ids.long(), probs)
+    return Draft(ids.long(), probs, proposal.num_from_first)

@@ -41,6 +41,11 @@ def sample_draft(
     return token, probs
 
 
+def given_or(given: Tensor, token: Tensor) -> Tensor:
+    """The draft that is fed next: a given one ([R] int64, -1 for none), else ``token`` [R]."""
+    return given.where(given >= 0, token)
+
+
 class DraftModelDrafter(Drafter):
     """Runs ``model`` over the request's text.
 
@@ -69,6 +74,12 @@ class DraftModelDrafter(Drafter):
         self.kv_cache = self.model.make_kv_cache(num_blocks, state.block_size)
 
     def propose(self, state: RowState, k: int) -> Draft:
+        return self._propose(state, k, None)
+
+    def propose_after(self, state: RowState, k: int, given: Tensor) -> Draft:
+        return self._propose(state, k, given)
+
+    def _propose(self, state: RowState, k: int, given: Tensor | None) -> Draft:
         assert self.max_model_len is not None
         num_reqs, ready = state.slots.shape[0], state.slots
         tokens: list[Tensor] = []
@@ -94,7 +105,7 @@ class DraftModelDrafter(Drafter):
             token, prob = sample_draft(
                 state, self.model, last, adapter_slots, step, self.vocab_size
             )
-            tokens.append(token)
+            tokens.append(token if given is None else given_or(given[:, step], token))
             probs += [] if prob is None else [prob]
         drafted = torch.stack(tokens, dim=1).where(ready[:, None] > 0, -1)
         return Draft(drafted, torch.stack(probs, dim=1) if probs else None)

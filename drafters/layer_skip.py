@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specdec.drafters.base import Draft, Drafter
-from specdec.drafters.draft_model import sample_draft
+from specdec.drafters.draft_model import given_or, sample_draft
 from specdec.verifier.kv_cache import KVCache
 from specdec.verifier.models.llama import CausalLM
 from specdec.verifier.passes import draft_pass
@@ -37,6 +37,12 @@ class LayerSkipDrafter(Drafter):
         self.vocab_size = vocab_size
 
     def propose(self, state: RowState, k: int) -> Draft:
+        return self._propose(state, k, None)
+
+    def propose_after(self, state: RowState, k: int, given: Tensor) -> Draft:
+        return self._propose(state, k, given)
+
+    def _propose(self, state: RowState, k: int, given: Tensor | None) -> Draft:
         tokens: list[Tensor] = []
         probs: list[Tensor] = []
         for step in range(k):
@@ -61,7 +67,7 @@ class LayerSkipDrafter(Drafter):
             token, prob = sample_draft(
                 state, self.model, hidden, adapter_slots, step, self.vocab_size
             )
-            tokens.append(token)
+            tokens.append(token if given is None else given_or(given[:, step], token))
             probs += [] if prob is None else [prob]
         return Draft(torch.stack(tokens, dim=1), torch.stack(probs, dim=1) if probs else None)
 

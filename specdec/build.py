@@ -11,9 +11,11 @@ from specdec.adapters import make_table, read_adapters
 from specdec.config import DTYPES, EngineConfig
 from specdec.drafters.adaptive import AdaptiveK, widths_up_to
 from specdec.drafters.base import Drafter, DrafterLike
+from specdec.drafters.combined import CombinedDrafter, make_lookup, split_names
 from specdec.drafters.draft_model import DraftModelDrafter
 from specdec.drafters.layer_skip import LayerSkipDrafter, skipped_layers
 from specdec.drafters.ngram import NgramDrafter
+from specdec.drafters.suffix import SuffixDrafter
 from specdec.graph_report import capture_progress, start_up_line
 from specdec.graph_setup import make_dispatcher, make_flat_model
 from specdec.intake import Intake
@@ -42,7 +44,7 @@ CPU_KV_BYTES = 2 * 2**30
 # GPU memory left for activations and graphs when the KV cache takes the rest.
 GPU_RESERVED_BYTES = 3 * 2**30
 
-DRAFTERS = "auto, ngram, layer_skip:N"
+DRAFTERS = "auto, ngram, suffix, layer_skip:N"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +76,7 @@ def build(
     device = config.torch_device
     target_source = _read(model)
     draft = "ngram" if draft == "auto" else draft
+    lookup, draft = split_names(draft)
     draft_source = _check_draft(draft, target_source)
     limits = _limits(config, target_source, k if draft is not None else 0, device)
     adapts = k == "auto" and draft is not None
@@ -126,7 +129,10 @@ def build(
     )
     kv_cache = target.make_kv_cache(num_blocks, limits.block_size)
     if drafter is None and draft is not None:
-        drafter = _light_drafter(draft, target, kv_cache, limits)
+        drafter = _light_drafter(draft, target, kv_cache, config, limits)
+    if lookup is not None:
+        assert drafter is not None
+        drafter = CombinedDrafter(make_lookup(lookup, config.suffix_history), drafter)
     if drafter is not None:
         drafter.attach(state, num_blocks, limits.max_k)
     query_lens = list(full_lens) or query_lens
@@ -257,7 +263,7 @@ def _limits(config: EngineConfig, source: _Source, k: int | str, device: torch.d
 
 def _check_draft(draft: str | Path | CausalLM | Drafter | None, target: _Source) -> _Source | None:
     """Refuse a drafter that cannot work, from files alone. A draft model's files, or None."""
-    if draft is None or draft == "ngram":
+    if draft is None or draft in ("ngram", "suffix"):
         return None
     if isinstance(draft, CausalLM):
         return _read(draft)
@@ -271,7 +277,7 @@ def _check_draft(draft: str | Path | CausalLM | Drafter | None, target: _Source)
         return None
     if not text or text == "none":
         raise ValueError(f"draft={text!r}: pass None for no drafter, or one of {DRAFTERS}")
-    if text == "suffix" or text.startswith("eagle:"):
+    if text.startswith("eagle:"):
         raise ValueError(f"draft={text!r} is not supported yet")
     try:
         source = _read(text)
@@ -319,10 +325,16 @@ def _heavy_drafter(
 
 
 def _light_drafter(
-    draft: str | Path | CausalLM | Drafter, target: CausalLM, kv_cache: KVCache, limits: _Limits
+    draft: str | Path | CausalLM | Drafter,
+    target: CausalLM,
+    kv_cache: KVCache,
+    config: EngineConfig,
+    limits: _Limits,
 ) -> Drafter:
     if draft == "ngram":
         return NgramDrafter()
+    if draft == "suffix":
+        return SuffixDrafter(config.suffix_history)
     num_layers = skipped_layers(str(draft), target.config.num_layers)
     return LayerSkipDrafter(target, kv_cache, num_layers=num_layers, vocab_size=limits.vocab_size)
 

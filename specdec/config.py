@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from specdec.drafters.suffix import DEFAULT_HISTORY, MAX_HISTORY
 from specdec.verifier.compile import CompilationConfig
 from specdec.verifier.modes import CUDAGraphMode
 
@@ -54,6 +55,8 @@ class EngineConfig:
             drafted with it, all others by the draft model as it is.
         acceptance: "auto" (coupled for rows with a seed, else rejection), "coupled", "rejection".
         exact: True asks for batch-invariant kernels, "auto" takes them where they are.
+        suffix_history: tokens of earlier outputs that draft="suffix" looks in besides a request's
+            own text; 0 for none.
         k_max: the widest draft of an engine with k="auto".
         extra_k: further draft widths, each with graphs of its own, beside 0 and the engine's k.
         async_scheduling: launch a step before the last one's tokens are read; "auto" on a GPU.
@@ -87,6 +90,7 @@ class EngineConfig:
     draft_lora: Mapping[str, str | Path] | None = None
     acceptance: str = "auto"
     exact: bool | str = "auto"
+    suffix_history: int = DEFAULT_HISTORY
     k_max: int = 4
     extra_k: Sequence[int] = ()
     async_scheduling: bool | str = "auto"
@@ -107,6 +111,13 @@ class EngineConfig:
         for name in ("max_num_batched_tokens", "k_max"):
             if getattr(self, name) is None:
                 raise TypeError(f"{name} must be an integer, got None")
+        history = self.suffix_history
+        if isinstance(history, bool) or not isinstance(history, int):
+            raise TypeError(f"suffix_history must be an integer, got {history!r}")
+        if not 0 <= history <= MAX_HISTORY:
+            raise ValueError(
+                f"suffix_history must be between 0 and {MAX_HISTORY} tokens, got {history}"
+            )
         if self.kv_block_size != "auto":
             _check_positive("kv_block_size", self.kv_block_size)
             size = self.kv_block_size

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from specdec import draft_notes
 from specdec.config import EngineConfig, check_k
 from specdec.drafters.adaptive import AdaptiveK
 from specdec.ends import TextTail, close, commit, event
@@ -34,8 +35,9 @@ class Engine:
 
     Args:
         model: a Hugging Face folder or hub id, or a ``.gguf`` file; None is the bundled default.
-        draft: None, "auto", "ngram", "layer_skip:N", the path of a smaller checkpoint with the same
-            tokenizer, or a ``Drafter``.
+        draft: None, "auto", "ngram", "suffix", "layer_skip:N", the path of a smaller checkpoint
+            with the same tokenizer, "ngram+" or "suffix+" before one of the last two (lookup where
+            its match is long, the model elsewhere), or a ``Drafter``.
         k: drafts per row and step; "auto" takes, step by step, the k up to ``k_max`` that promises
             the most tokens per second, down to 0.
         fields: see ``EngineConfig``.
@@ -271,6 +273,7 @@ class Engine:
             state.write_blocks(request.row, first, blocks)
         for request in plan.admitted:
             self._runner.install(request)
+        draft_notes.before_step(self.drafter, plan.admitted)
 
     def _track(self, launched: list[Launched], records: list[StepRecord]) -> None:
         """Keep what has been launched until it is read, and note which graphs it took."""
@@ -304,7 +307,11 @@ class Engine:
             request.stats.record(result.num_drafted, accepted, committed)
             if self._adaptive is not None:
                 self._adaptive.observe(result.num_drafted, result.num_accepted)
-            self._stats.record(request.adapter_name, result.num_drafted, accepted)
+            drafted = result.num_drafted
+            sources = draft_notes.from_sources(
+                self.drafter, drafted, accepted, result.num_from_first
+            )
+            self._stats.record(request.adapter_name, drafted, accepted, sources)
         request.events.append(event(request, tail, committed))
         if request.finish_reason != "error":
             self._scheduler.publish(request)
@@ -327,6 +334,7 @@ class Engine:
 
     def _retire(self, request: Request) -> None:
         self._scheduler.finish(request)
+        draft_notes.after_end(self.drafter, request)
         self._lora.drop(request)
         self._num_grammars -= request.grammar is not None
         del self._tails[request]

@@ -6,6 +6,7 @@ from typing import Any
 
 from specdec.adapters import Adapter, AdapterTable, find_adapter, make_table
 from specdec.config import EngineConfig, check_adapter_name
+from specdec.drafters.combined import CombinedDrafter
 from specdec.drafters.draft_model import DraftModelDrafter
 from specdec.intake import Intake
 from specdec.request import Request
@@ -25,7 +26,8 @@ class LoraManager:
         self._scheduler = scheduler
         self._intake = intake
         self._model = runner.step.model
-        self._drafter = runner.step.drafter
+        drafter = runner.step.drafter
+        self._drafter = drafter.second if isinstance(drafter, CombinedDrafter) else drafter
         self._table: AdapterTable | None = None
 
     def start(

@@ -1,5 +1,6 @@
 """What the engine gives back: texts, events of a stream, counts and records."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from specdec.verifier.modes import BatchDescriptor
@@ -142,16 +143,26 @@ class EngineStats:
     drafted_by_position: list[int] = field(default_factory=list)
     accepted_by_position: list[int] = field(default_factory=list)
     by_adapter: dict[str, DraftCounts] = field(default_factory=dict)
+    by_source: dict[str, DraftCounts] = field(default_factory=dict)  # by name of the drafter
     prefill_chunks: int = 0
     preemptions: int = 0
     adapter_loads: int = 0  # copies of an adapter into a slot
     padded_rows: int = 0
     live_rows: int = 0
 
-    def record(self, adapter: str, drafted: int, accepted: int) -> None:
+    def record(
+        self,
+        adapter: str,
+        drafted: int,
+        accepted: int,
+        from_sources: Mapping[str, tuple[int, int]],
+    ) -> None:
+        """One row's step. ``from_sources``: drafted and accepted of each drafter."""
         self.drafted += drafted
         self.accepted += accepted
         self.by_adapter.setdefault(adapter, DraftCounts()).add(drafted, accepted)
+        for source, counts in from_sources.items():
+            self.by_source.setdefault(source, DraftCounts()).add(*counts)
         missing = drafted - len(self.drafted_by_position)
         self.drafted_by_position.extend([0] * missing)
         self.accepted_by_position.extend([0] * missing)

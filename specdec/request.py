@@ -114,5 +114,11 @@ class Request:
         )
 
     @property
+    def repeats_by_steps(self) -> bool:
+        """It must repeat its text for a seed, and the text depends on where its steps begin."""
+        seeded = self.params.seed is not None and self.params.temperature > 0
+        return seeded and not self.coupled
+
+    @property
     def remaining(self) -> int:
         return self.end - self.num_committed

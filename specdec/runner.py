@@ -23,6 +23,7 @@ from specdec.verifier.flat_model import FlatModel
 from specdec.verifier.graph import GraphRow
 from specdec.verifier.modes import BatchDescriptor, CUDAGraphMode
 from specdec.verifier.state import RowState
+from specdec.verifier.tensor_tree import map_tensors
 
 # Past these a value decides everything already, and float32 would overflow on the way.
 MIN_TEMPERATURE, MAX_SHIFT, MAX_LOG_FACTOR = 1e-6, 1e20, 46.0
@@ -333,6 +334,7 @@ class Runner:
         # Rows without a grammar find all tokens allowed again.
         step.allowed[:count, : 1 + k] = -1
         assert isinstance(result, PassResult)
+        result = replace(result, num_from_first=draft.num_from_first)
         pending = PendingResult(result, count, with_logprobs=needs.with_logprobs)
         return pending, replace(record, reason="split step: response_format")
 
@@ -348,8 +350,7 @@ class Runner:
         )
         assert isinstance(draft, Draft)
         # The graph's outputs lie in memory that other graphs of the pool use.
-        probs = draft.probs[:num_reqs].clone() if draft.probs is not None else None
-        return Draft(draft.ids[:num_reqs].clone(), probs)
+        return map_tensors(draft, lambda each: each[:num_reqs].clone())
 
     def _run_catch_up(self, num_reqs: int, k: int, needs: Needs) -> None:
         if self._catch_up is None or k == 0:

@@ -5,6 +5,7 @@ Shape letters: R requests of the batch, Q = 1 + k query length, V vocabulary.
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -150,6 +151,7 @@ class DecodeStep:
             draft_ids=made.draft_ids,
             draft_probs=draft.probs,
             num_drafted=made.num_drafted,
+            num_from_first=draft.num_from_first,
             allowed=allowed,
             input_ids=made.input_ids,
             positions=made.positions,
@@ -174,7 +176,7 @@ class DecodeStep:
             )
         if self.drafter is not None and batch.draft_ids.shape[1]:
             self.drafter.advance(rows, num_accepted)
-        return result
+        return replace(result, num_from_first=batch.num_from_first)
 
     def _accept_sampled(self, batch: VerifyBatch, hidden: Tensor) -> tuple[PassResult, Tensor]:
         """The same over all logits. Returns num_accepted [R] too."""

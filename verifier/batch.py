@@ -34,6 +34,7 @@ class VerifyBatch:
     draft_ids: Tensor  # [R, Q - 1] int64 in the vocabulary
     draft_probs: Tensor | None  # [R, Q - 1, V] float32
     num_drafted: Tensor  # [R] int64: leading drafts that count
+    num_from_first: Tensor | None  # [R] int64: leading drafts of the first of two drafters
     allowed: Tensor | None  # [R, Q, ceil(V / 32)] int32: bit masks of what may stand there
     input_ids: Tensor  # [R * Q] int64
     positions: Tensor  # [R * Q] int64
@@ -45,11 +46,12 @@ class PassResult:
     """What a pass committed, packed so that few copies bring it to the host.
 
     ``packed`` [R, Q + 4] int64 holds the tokens (-1 past the end), then the number committed,
-    drafted and accepted, and 1 where the row failed. Both are overwritten by the next replay.
+    drafted and accepted, and 1 where the row failed. All are overwritten by the next replay.
     """
 
     packed: Tensor
     logprobs: Logprobs | None
+    num_from_first: Tensor | None = None  # as in VerifyBatch
 
     @classmethod
     def pack(
@@ -75,13 +77,18 @@ class RowResult:
     failed: bool
     # Per token: its log-probability, and ids and values of the likeliest tokens.
     logprobs: list[tuple[float, list[int], list[float]]] | None
+    num_from_first: int  # leading drafts of the first of two drafters; 0 where there is but one
 
     @classmethod
     def unpack(
-        cls, packed: list[int], logprobs: list[tuple[float, list[int], list[float]]] | None
+        cls,
+        packed: list[int],
+        logprobs: list[tuple[float, list[int], list[float]]] | None,
+        num_from_first: int,
     ) -> "RowResult":
         *tokens, num_new, num_drafted, num_accepted, failed = packed
-        return cls(tokens[:num_new], num_drafted, num_accepted, bool(failed), logprobs)
+        ids = tokens[:num_new]
+        return cls(ids, num_drafted, num_accepted, bool(failed), logprobs, num_from_first)
 
 
 class PendingResult:
@@ -91,6 +98,9 @@ class PendingResult:
         """``with_logprobs``: some row asked for them; else only ``packed`` is copied."""
         self._num_reqs = num_reqs
         self._tensors = [result.packed]
+        self._has_sources = result.num_from_first is not None
+        if result.num_from_first is not None:
+            self._tensors.append(result.num_from_first)
         if with_logprobs and result.logprobs is not None:
             logprobs = result.logprobs
             self._tensors += [logprobs.chosen, logprobs.top_ids, logprobs.top]
@@ -111,8 +121,15 @@ class PendingResult:
         """Wait for the copies. One entry per request of the pass."""
         if self._event is not None:
             self._event.synchronize()
-        packed, *logprobs = (tensor.tolist() for tensor in self._tensors)
-        if not logprobs:
-            return [RowResult.unpack(row, None) for row in packed]
-        per_row = [list(zip(*row, strict=True)) for row in zip(*logprobs, strict=True)]
-        return [RowResult.unpack(row, each) for row, each in zip(packed, per_row, strict=True)]
+        packed, *more = (tensor.tolist() for tensor in self._tensors)
+        from_first = more.pop(0) if self._has_sources else [0] * len(packed)
+        if not more:
+            return [
+                RowResult.unpack(row, None, count)
+                for row, count in zip(packed, from_first, strict=True)
+            ]
+        per_row = [list(zip(*row, strict=True)) for row in zip(*more, strict=True)]
+        return [
+            RowResult.unpack(row, logprobs, count)
+            for row, logprobs, count in zip(packed, per_row, from_first, strict=True)
+        ]

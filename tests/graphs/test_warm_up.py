@@ -5,7 +5,7 @@ import torch
 from harness import PROMPTS, cpu_engine, greedy
 
 
-@pytest.mark.parametrize("draft", ["blend.1", "ngram", "layer_skip:1", None])
+@pytest.mark.parametrize("draft", ["blend.1", "ngram", "suffix", "layer_skip:1", None])
 @pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "NONE"])
 def test_warm_up_leaves_no_trace(models, draft, mode):
     with cpu_engine(

@@ -1,0 +1,34 @@
+"""What a drafter is told about requests that come and go, and what is counted of its drafts."""
+
+from collections.abc import Iterable
+
+from specdec.drafters.base import Drafter
+from specdec.request import Request
+
+
+def before_step(drafter: Drafter | None, admitted: Iterable[Request]) -> None:
+    """Some requests have taken rows; then what the host knows goes to the device."""
+    if drafter is None:
+        return
+    for request in admitted:
+        drafter.enter(request.row, None if request.repeats_by_steps else request.cache_salt)
+    drafter.refresh()
+
+
+def from_sources(
+    drafter: Drafter | None, drafted: int, accepted: int, num_from_first: int
+) -> dict[str, tuple[int, int]]:
+    """Drafted and accepted tokens of a row's step, by the drafter that proposed them."""
+    if drafter is None:
+        return {}
+    if not drafter.sources:
+        return {drafter.name: (drafted, accepted)}
+    first, second = drafter.sources
+    of_first = min(drafted, num_from_first), min(accepted, num_from_first)
+    return {first: of_first, second: (drafted - of_first[0], accepted - of_first[1])}
+
+
+def after_end(drafter: Drafter | None, request: Request) -> None:
+    """A request has ended, and unless it failed its output is good text."""
+    if drafter is not None and request.finish_reason != "error":
+        drafter.learn(request.output_ids, request.cache_salt)
