@@ -1,4 +1,4 @@
-"""The command line: ``specdec generate``, ``serve``, ``graphs``, ``bench`` and
+"""The command line: ``specdec generate``, ``serve``, ``graphs``, ``bench``, ``train-draft`` and
 ``demo``.
 
 Text and JSON go to standard output, everything said about them to standard error. A mistake of
@@ -17,6 +17,7 @@ import typer
 from specdec import __version__
 from specdec.bench.command import bench
 from specdec.server.command import serve
+from specdec.train.command import train_draft
 
 if TYPE_CHECKING:
     from specdec.engine import Engine
@@ -318,6 +319,7 @@ def graphs(
 
 app.command()(bench)
 app.command()(serve)
+app.command("train-draft")(train_draft)
 
 
 @app.command()
