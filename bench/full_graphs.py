@@ -11,6 +11,7 @@ drafter, and the time per step and per token beside the time that reading the we
 
 import argparse
 import json
+import statistics
 import tempfile
 import time
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ import torch
 
 import specdec
 from specdec.bench.environment import describe
+from specdec.request import Request
 from specdec.verifier.attention.select import select_backend
 from specdec.verifier.loading import (
     random_weights,
@@ -33,6 +35,8 @@ from specdec.verifier.models.config import ModelConfig, config_from_json
 from specdec.verifier.models.llama import CausalLM
 
 REQUEST_COUNTS = (1, 3, 8, 33)
+# Runs of each point; the time given is the median, so that a stall of the host does not count.
+REPEATS = 3
 # Measured device-to-device copy of the H200, bytes read and written.
 BANDWIDTH = 4.25e12
 
@@ -102,6 +106,30 @@ def cases(wanted: set[str]) -> Iterator[Case]:
         yield Case("8B shape, made pair", target, draft, 900, 128)
 
 
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    requests: list[Request]
+    seconds: float  # from when every request has its first token
+    tokens: int  # in that time
+
+
+def decode(
+    engine: specdec.Engine, prompts: list[list[int]], params: specdec.SamplingParams
+) -> Decoded:
+    """Run the prompts together, and time the steps after the prefill."""
+    requests = [engine.add_request(prompt, params)[0] for prompt in prompts]
+    while any(not request.output_ids for request in requests):
+        engine.step()
+    torch.cuda.synchronize()
+    begun = sum(len(request.output_ids) for request in requests)
+    started = time.perf_counter()
+    while any(request.finish_reason is None for request in requests):
+        engine.step()
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - started
+    return Decoded(requests, seconds, sum(len(r.output_ids) for r in requests) - begun)
+
+
 def run(case: Case, k: int) -> tuple[list[dict[str, Any]], dict[int, list[list[int]]]]:
     generator = torch.Generator().manual_seed(0)
     rows, texts = [], {}
@@ -121,20 +149,17 @@ def run(case: Case, k: int) -> tuple[list[dict[str, Any]], dict[int, list[list[i
             ).tolist()
             engine.generate(prompts, specdec.SamplingParams(max_new_tokens=8, ignore_eos=True))
             seen = len(engine.recent_steps(10_000))
-            torch.cuda.synchronize()
-            groups = [engine.add_request(prompt, params)[0] for prompt in prompts]
-            while any(not request.output_ids for request in groups):
-                engine.step()
-            torch.cuda.synchronize()
-            begun = sum(len(request.output_ids) for request in groups)
-            started = time.perf_counter()
-            while any(request.finish_reason is None for request in groups):
-                engine.step()
-            torch.cuda.synchronize()
-            seconds = time.perf_counter() - started
+            timed = [decode(engine, prompts, params) for _ in range(REPEATS)]
             records = engine.recent_steps(10_000)[seen:]
             decodes = [r for r in records if r.reason is None or "prefill" not in r.reason]
-            tokens = sum(len(request.output_ids) for request in groups) - begun
+            groups = timed[0].requests
+            assert all(
+                [request.output_ids for request in each.requests]
+                == [request.output_ids for request in groups]
+                for each in timed
+            ), "two runs of the same prompts differ"
+            seconds = statistics.median(each.seconds for each in timed)
+            tokens = timed[0].tokens
             steps = max(request.stats.steps for request in groups)
             drafted = sum(request.stats.drafted for request in groups)
             accepted = sum(request.stats.accepted for request in groups)
@@ -152,6 +177,7 @@ def run(case: Case, k: int) -> tuple[list[dict[str, Any]], dict[int, list[list[i
                     "drafted": drafted,
                     "accepted": accepted,
                     "ms_per_step": 1e3 * seconds / steps,
+                    "ms_per_step_of_each_run": [1e3 * each.seconds / steps for each in timed],
                     "tokens_per_second_and_user": tokens / count / seconds,
                     "ms_per_token_and_user": 1e3 * seconds * count / tokens,
                     "distinct_tokens": len({t for ids in texts[count] for t in ids}),
