@@ -34,7 +34,10 @@ ATTENTION = [
     ("8b", 1, 1024, 1),
     ("8b", 1, 8192, 5),
     ("8b", 8, 1024, 5),
+    ("8b", 8, 8192, 5),
     ("8b", 64, 1024, 5),
+    ("8b", 64, 8192, 5),
+    ("8b", 64, 8192, 9),
     ("smollm2", 1, 1024, 5),
     ("smollm2", 64, 1024, 5),
 ]
@@ -65,7 +68,7 @@ def attention_candidates() -> list[dict[str, Any]]:
     # One stage ends in an illegal access in 16 bits (H200, Triton 3.6).
     return [
         {"leaf": leaf, "warps": warps, "stages": stages, "per_sm": per_sm}
-        for leaf, warps, stages, per_sm in itertools.product((64, 128), (4, 8), (2, 3), (1, 2))
+        for leaf, warps, stages, per_sm in itertools.product((64, 128), (4, 8), (2, 3, 5), (1, 2))
     ]
 
 

@@ -20,6 +20,8 @@ from specdec.kernels.launch import pdl_options
 
 # Bytes of scratch beyond which long batches are not split over keys.
 MAX_SCRATCH_BYTES = 256 << 20
+# Tiles from which on programs walk long runs of keys.
+DEEP_TILES = 16
 
 
 class Scratch:
@@ -73,10 +75,30 @@ def max_tile_rows(block_d: int, itemsize: int) -> int:
     return 64 if block_d <= 128 else 32
 
 
-def default_config(block_m: int, block_d: int, itemsize: int) -> TileConfig:
-    """The configuration of a tile of ``block_m`` rows and ``block_d`` features."""
-    wide = block_m * block_d >= 8192
-    return TileConfig(num_warps=8 if wide else 4, stages=2 if itemsize == 2 else 1)
+def default_config(
+    block_m: int, block_d: int, leaf: int, like: Tensor, num_tiles: int
+) -> TileConfig:
+    """The configuration of a tile of ``block_m`` rows and ``block_d`` features.
+
+    ``like``: device and dtype; ``num_tiles``: how many tiles share the GPU, each all keys long.
+    """
+    num_warps = 8 if block_m * block_d >= 8192 else 4
+    if like.itemsize == 4:
+        return TileConfig(num_warps=num_warps, stages=1)
+    # A stage for the page table and one for keys and values put one leaf in flight, and only
+    # between two leaves' products; twice that keeps the next leaf coming meanwhile. With few tiles
+    # a program walks a leaf or two, and the longer way in would cost more.
+    small = 2 * block_m * (block_d + leaf) + 2048
+    deep = num_tiles >= DEEP_TILES and 3 * 4 * leaf * block_d + small <= _shared_bytes(like.device)
+    programs_per_sm = 2 if deep and block_d <= 64 else 1
+    return TileConfig(num_warps=num_warps, stages=5 if deep else 2, programs_per_sm=programs_per_sm)
+
+
+def _shared_bytes(device: torch.device) -> int:
+    """Shared memory of a program; no limit under the interpreter."""
+    if device.type != "cuda":
+        return 1 << 30
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def num_programs(device: torch.device, per_sm: int) -> int:
@@ -134,8 +156,9 @@ def paged_attention(
     cap_scale = 0.0 if soft_cap is None else scale / soft_cap
     if not uniform:
         block_m = max(max_rows, triton.next_power_of_2(group))
-        config = config or default_config(block_m, block_d, query.itemsize)
         tile_tokens = block_m // group
+        num_tiles = num_kv_heads * triton.cdiv(query.shape[0], tile_tokens)
+        config = config or default_config(block_m, block_d, leaf, query, num_tiles)
         out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
         mixed_kernel[(num_kv_heads, triton.cdiv(query.shape[0], tile_tokens) + num_reqs)](
             query,
@@ -163,9 +186,10 @@ def paged_attention(
     tiles = triton.cdiv(num_rows, max_rows)
     tile_rows = triton.cdiv(num_rows, tiles)
     block_m = max(16, triton.next_power_of_2(tile_rows))
-    config = config or default_config(block_m, block_d, query.itemsize)
-    programs = num_programs(query.device, config.programs_per_sm)
     tiles_of_batch = num_reqs * num_kv_heads * tiles
+    config = config or default_config(block_m, block_d, leaf, query, tiles_of_batch)
+    programs = num_programs(query.device, config.programs_per_sm)
+    multiprocessors = num_programs(query.device, 1)
     max_leaves = triton.cdiv(table_width * block_size, leaf)
     # Rows of a part in fours and parts in lines of 128 bytes, for wide and unshared accesses.
     part_rows = 4 * triton.cdiv(tile_rows, 4)
@@ -188,7 +212,7 @@ def paged_attention(
         num_reqs,
         query.stride(0),
         block_table.stride(0),
-        programs,
+        multiprocessors,
         max_items,
         scale_log2,
         cap_scale,

@@ -113,8 +113,9 @@ def uniform_kernel(
     """Q query rows for every request; the keys of a request are shared out among programs.
 
     An item is (unit of keys, head, tile). The unit, which no bit depends on, is a leaf where that
-    still gives each program at most an item, else a node, else all keys. Whoever stores the last
-    part of a tile folds them all.
+    still gives each multiprocessor at most an item, else a node. It is all keys where a tile is at
+    most a third of a multiprocessor's share, so that whole tiles balance, or where there are more
+    nodes than room for their parts. Whoever stores the last part of a tile folds them all.
     """
     wait_for_inputs(PDL)
     requests = tl.arange(0, BLOCK_R)
@@ -130,8 +131,10 @@ def uniform_kernel(
     units = tl.maximum(leaves - skipped, least)
     if tl.sum(units) * heads_and_tiles > max_leaf_items:
         unit = NODE
+        share = tl.sum(leaves - skipped) * heads_and_tiles
+        balanced = tl.max(leaves - skipped, axis=0) * max_leaf_items * 3 <= share
         units = tl.maximum((leaves + NODE - 1) // NODE - skipped // NODE, least)
-        if tl.sum(units) * heads_and_tiles > max_items:
+        if balanced or tl.sum(units) * heads_and_tiles > max_items:
             unit = 1 << 30
             units = least
     ends = tl.cumsum(units, 0)

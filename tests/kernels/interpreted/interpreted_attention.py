@@ -111,6 +111,18 @@ def test_scratch_is_left_ready_for_the_next_launch() -> None:
     assert len(scratch._kept) == 2
 
 
+def test_whole_tiles_where_they_balance(monkeypatch) -> None:
+    """Many tiles for few programs: no part is stored, and the bits are those of each row alone."""
+    length = LEAF * NODE + 9
+    batch = make_batch([length] * 3, [1] * 3, uniform=True, num_heads=4, num_kv_heads=2)
+    alone = [attend(solo(batch, request, 0, 1)) for request in range(3)]
+    scratch = attention_triton.Scratch()
+    monkeypatch.setattr(attention_triton, "num_programs", lambda *_: 1)
+    scratch.parts(1 << 16, batch.query).fill_(7.0)
+    assert torch.equal(attend(batch, scratch), torch.cat(alone))
+    assert (scratch.parts(1, batch.query) == 7.0).all()
+
+
 def solo(batch: Batch, request: int, first: int, query_len: int) -> Batch:
     """Rows ``first .. first + query_len - 1`` of one request as a uniform batch of their own."""
     start = int(batch.query_start_loc[request]) + first
