@@ -8,6 +8,7 @@ Grids are sized by the shapes of the batch, never by its lengths: those are data
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -94,11 +95,13 @@ def default_config(
     return TileConfig(num_warps=num_warps, stages=5 if deep else 2, programs_per_sm=programs_per_sm)
 
 
+@cache
 def _shared_bytes(device: torch.device) -> int:
-    """Shared memory of a program; no limit under the interpreter."""
+    """Shared memory that a program may take; no limit under the interpreter."""
     if device.type != "cuda":
         return 1 << 30
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
 
 
 def num_programs(device: torch.device, per_sm: int) -> int:
