@@ -81,6 +81,7 @@ def train_draft(
     dtype: Annotated[str, typer.Option(help="The target's: auto, float32, ...")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    plot: Annotated[bool, typer.Option(help="Draw the report, where matplotlib is.")] = True,
 ) -> None:
     """Train a draft head for a model, or a draft model, on text that the model writes itself."""
     if not out:
@@ -120,7 +121,7 @@ def train_draft(
         dtype=dtype,
         device=device,
     )
-    train(settings, Console(stderr=True), resume=resume)
+    train(settings, Console(stderr=True), resume=resume, plot=plot)
     print(out)
 
 

@@ -45,7 +45,9 @@ MAX_EVAL_TOKENS = 262_144
 EVAL_K = (2, 4, 6)
 
 
-def train(settings: TrainSettings, console: Console, *, resume: bool = False) -> dict[str, Any]:
+def train(
+    settings: TrainSettings, console: Console, *, resume: bool = False, plot: bool = True
+) -> dict[str, Any]:
     """Write text, train, measure, report. What is wrong is refused before anything is loaded."""
     clock = Clock(settings.time_limit)
     source = resolve_model(settings.model)
@@ -145,10 +147,11 @@ def train(settings: TrainSettings, console: Console, *, resume: bool = False) ->
         acceptance,
     )
     show_report(console, report)
-    try:
-        plot_report(folder, report)
-    except ImportError as error:
-        console.print(f"no plot: {error}")
+    if plot:
+        try:
+            plot_report(folder, report)
+        except ImportError as error:
+            console.print(f"no plot: {error}")
     return report
 
 

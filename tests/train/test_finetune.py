@@ -44,7 +44,7 @@ def run(pair: tuple[Path, Path], out: Path, **changes: Any) -> dict[str, Any]:
     settings = TrainSettings(
         model=str(target), out=str(out), draft=str(draft), **(fields | changes)
     )
-    return train(settings, Console(file=io.StringIO()))
+    return train(settings, Console(file=io.StringIO()), plot=False)
 
 
 def accepted_share(target: Path, draft: Path) -> float:
@@ -104,4 +104,7 @@ def test_pairs_that_do_not_fit_are_refused(pair: tuple[Path, Path], tmp_path: Pa
         run((target, other), tmp_path / "out")
     with pytest.raises(FileNotFoundError, match="no-such"):
         run((target, tmp_path / "no-such"), tmp_path / "out")
+    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match=r"a .gguf file cannot be trained"):
+        run((target, tmp_path / "x.gguf"), tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -106,8 +106,8 @@ def test_a_killed_run_ends_as_if_it_had_not_been(
     wanted = settings(bigram, out, steps=100, save_every=45)
     with monkeypatch.context() as patch, pytest.raises(Stopped):
         stop_after(patch, stopped)
-        train(wanted, quiet())
-    report = train(wanted, quiet(), resume=True)
+        train(wanted, quiet(), plot=False)
+    report = train(wanted, quiet(), resume=True, plot=False)
     whole, expected = trained
     ours, theirs = load_file(out / "model.safetensors"), load_file(whole / "model.safetensors")
     assert ours.keys() == theirs.keys()
@@ -122,7 +122,7 @@ def test_a_run_killed_while_it_writes_goes_on_with_the_next_file(
 ) -> None:
     monkeypatch.setattr(run_file, "SHARD_DOCUMENTS", 20)
     wanted = settings(bigram, tmp_path / "a", steps=2, tokens=2500)
-    train(wanted, quiet())
+    train(wanted, quiet(), plot=False)
     other = settings(bigram, tmp_path / "b", steps=2, tokens=2500)
     original, calls = run_file._write_shard, []
 
@@ -134,8 +134,8 @@ def test_a_run_killed_while_it_writes_goes_on_with_the_next_file(
 
     with monkeypatch.context() as patch, pytest.raises(Stopped):
         patch.setattr(run_file, "_write_shard", write)
-        train(other, quiet())
-    train(other, quiet(), resume=True)
+        train(other, quiet(), plot=False)
+    train(other, quiet(), resume=True, plot=False)
     files = sorted(path.name for path in (tmp_path / "a" / "data").glob("shard-*"))
     assert len(files) > 2
     for name in (f"data/{file}" for file in files):
@@ -146,7 +146,9 @@ def test_a_run_killed_while_it_writes_goes_on_with_the_next_file(
 
 def test_parallel_heads_with_a_head_of_their_own_learn_too(bigram: Path, tmp_path: Path) -> None:
     out = tmp_path / "head"
-    report = train(settings(bigram, out, steps=60, parallel=True, head="own", lr=5e-3), quiet())
+    report = train(
+        settings(bigram, out, steps=60, parallel=True, head="own", lr=5e-3), quiet(), plot=False
+    )
     tensors = load_file(out / "model.safetensors")
     assert {"mask_embedding", "mask_feature", "lm_head.weight"} <= tensors.keys()
     assert read_json(out / "config.json")["specdec_parallel_drafting"] is True
@@ -164,7 +166,7 @@ def test_a_time_limit_ends_the_run_with_a_result(
     monkeypatch.setattr(loop_file, "time", clock)
     monkeypatch.setattr(loop_file, "MAX_WARMUP_STEPS", 5)
     out = tmp_path / "head"
-    report = train(settings(bigram, out, steps=10**6, time_limit=300.0), quiet())
+    report = train(settings(bigram, out, steps=10**6, time_limit=300.0), quiet(), plot=False)
     monkeypatch.undo()
     assert (out / "model.safetensors").exists()
     assert 0 < report["training"]["steps"] < 200
@@ -208,7 +210,10 @@ def test_the_command_with_prompts_of_a_file(
     out = tmp_path / "out"
     sizes = "--tokens 900 --seq-len 256 --batch-tokens 256 --max-answer-tokens 24 --steps 3"
     options = [*sizes.split(), "--data", str(data), "--device", "cpu", "--num-seqs", "4"]
-    assert call(monkeypatch, str(model), "--out", str(out), *options, "--layers", "0,1,2") == 0
+    assert (
+        call(monkeypatch, str(model), "--out", str(out), *options, "--no-plot", "--layers", "0,1,2")
+        == 0
+    )
     output = capsys.readouterr()
     assert output.out == f"{out}\n"
     assert "tok/step" in output.err
@@ -267,11 +272,16 @@ def test_resuming_with_other_settings_is_refused(
 ) -> None:
     out, _ = trained
     with pytest.raises(ValueError, match=r"started with --unroll 3, not 4"):
-        train(settings(bigram, out, steps=100, save_every=45, unroll=4), quiet(), resume=True)
+        train(
+            settings(bigram, out, steps=100, save_every=45, unroll=4),
+            quiet(),
+            resume=True,
+            plot=False,
+        )
     with pytest.raises(ValueError, match="--resume continues"):
-        train(settings(bigram, out, steps=100, save_every=45), quiet())
+        train(settings(bigram, out, steps=100, save_every=45), quiet(), plot=False)
 
 
 def test_too_little_text_is_refused(bigram: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="too few to train on"):
-        train(settings(bigram, tmp_path / "a", time_limit=1e-9), quiet())
+        train(settings(bigram, tmp_path / "a", time_limit=1e-9), quiet(), plot=False)
