@@ -124,7 +124,7 @@ class TrainingLoop:
         )
 
     def run(self, on_log: Callable[[dict[str, Any]], None] = lambda _: None) -> None:
-        """Train. ``on_log`` gets each line of the log. The result is exported at the end."""
+        """Train. ``on_log`` gets each line of the log. The result is exported with every state."""
         if (self.folder / STATE).exists():
             self._restore()
         else:
@@ -154,7 +154,6 @@ class TrainingLoop:
                 self.save()
         self.seconds = before + time.perf_counter() - started
         self.save()
-        self.trainee.export(self.folder)
 
     def _train_step(self, lr: float) -> Tensor:
         """One step. Its losses by position, then the agreements, on the device."""
@@ -195,7 +194,7 @@ class TrainingLoop:
         return line
 
     def save(self) -> None:
-        """Write the state; one that is there already is replaced as a whole."""
+        """Write the state and the result so far; each file is replaced as a whole."""
         state = {
             "step": self.step,
             "seconds": self.seconds,
@@ -207,6 +206,7 @@ class TrainingLoop:
         scratch = self.folder / f"{STATE}.tmp"
         torch.save(state, scratch)
         os.replace(scratch, self.folder / STATE)
+        self.trainee.export(self.folder)
 
     def _restore(self) -> None:
         device = self.trainee.parameters()[0].device

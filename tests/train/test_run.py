@@ -107,6 +107,7 @@ def test_a_killed_run_ends_as_if_it_had_not_been(
     with monkeypatch.context() as patch, pytest.raises(Stopped):
         stop_after(patch, stopped)
         train(wanted, quiet(), plot=False)
+    assert (out / "model.safetensors").exists() == (stopped > 45)
     report = train(wanted, quiet(), resume=True, plot=False)
     whole, expected = trained
     ours, theirs = load_file(out / "model.safetensors"), load_file(whole / "model.safetensors")
