@@ -78,6 +78,8 @@ def build(
     draft = "ngram" if draft == "auto" else draft
     lookup, draft = split_names(draft)
     draft_source = _check_draft(draft, target_source)
+    if config.simulated_acceptance is not None and draft is None:
+        raise ValueError("simulated_acceptance needs a drafter, whose cost is part of a step")
     limits = _limits(config, target_source, k if draft is not None else 0, device)
     adapts = k == "auto" and draft is not None
     if device.type == "cuda":
@@ -146,6 +148,7 @@ def build(
         vocab_size=limits.vocab_size,
         max_k=limits.max_k,
         forward=flat.forward,
+        simulated_acceptance=config.simulated_acceptance,
     )
     runner = Runner(
         step,
@@ -179,6 +182,7 @@ def build(
         speculates=drafter is not None,
         adapts=adapts,
         acceptance=config.acceptance,
+        simulates=config.simulated_acceptance is not None,
     )
     manager = LoraManager(config, runner, scheduler, intake)
     if adapters is not None:

@@ -324,7 +324,9 @@ class Engine:
         self._check_open()
         for request in group:
             self._lora.hold(request)
-            self._tails[request] = TextTail(self.tokenizer, request.params.stop_strings)
+            # Simulated tokens are no text.
+            tokenizer = self.tokenizer if self.config.simulated_acceptance is None else None
+            self._tails[request] = TextTail(tokenizer, request.params.stop_strings)
             self._scheduler.add(request)
             self._num_grammars += request.grammar is not None
 
@@ -369,6 +371,7 @@ class Engine:
                 prompt_tokens=len(r.prompt_ids),
                 stats=r.stats,
                 logprobs=r.logprobs if r.params.logprobs is not None else None,
+                simulated=self.config.simulated_acceptance is not None,
             )
             for r in group
         ]

@@ -13,6 +13,7 @@ from specdec.verifier.acceptance import Acceptance, accept_greedy
 from specdec.verifier.attention.base import AttentionMetadata
 from specdec.verifier.batch import PassResult
 from specdec.verifier.sampling import Logprobs
+from specdec.verifier.simulated import simulated_agreement
 from specdec.verifier.state import RowState
 
 if TYPE_CHECKING:
@@ -137,17 +138,28 @@ def draft_pass(
 
 
 def accept_and_commit(
-    rows: RowState, targets: Tensor, finite: Tensor, draft_ids: Tensor, num_drafted: Tensor
+    rows: RowState,
+    targets: Tensor,
+    finite: Tensor,
+    draft_ids: Tensor,
+    num_drafted: Tensor,
+    rates: Tensor | None = None,
 ) -> tuple[PassResult, Tensor]:
-    """``accept_greedy``, then commit what it keeps. Returns the result and num_accepted [R]."""
+    """``accept_greedy``, then commit what it keeps. Returns the result and num_accepted [R].
+
+    With ``rates`` [at least k] float32 acceptance is simulated.
+    """
     if rows.slots.is_cuda:
         from specdec.kernels import accept_triton
 
         packed, num_accepted = accept_triton.accept_and_commit(
-            rows.tensors, targets, finite, draft_ids, num_drafted
+            rows.tensors, targets, finite, draft_ids, num_drafted, rates
         )
         return PassResult(packed, None), num_accepted
-    accepted = accept_greedy(targets, finite, draft_ids, num_drafted)
+    simulated = None
+    if rates is not None:
+        simulated = simulated_agreement(rows, rates, draft_ids.shape[1])
+    accepted = accept_greedy(targets, finite, draft_ids, num_drafted, simulated)
     return commit(rows, accepted, num_drafted, None), accepted.num_accepted
 
 

@@ -87,8 +87,9 @@ def test_draft_inputs(ids, query_len, offset, min_drafts, needs_kv) -> None:
     assert wanted.ready.unique().tolist() == [0, 1]
 
 
+@pytest.mark.parametrize("rates", [None, [0.8, 0.5, 0.9, 0.7]])
 @pytest.mark.parametrize("query_len", [1, 5])
-def test_acceptance_commits_and_advances(query_len) -> None:
+def test_acceptance_commits_and_advances(query_len, rates) -> None:
     generator = torch.Generator().manual_seed(1)
     targets = torch.randint(3, (9, query_len), generator=generator)
     drafts = torch.randint(3, (9, query_len - 1), generator=generator)
@@ -98,10 +99,11 @@ def test_acceptance_commits_and_advances(query_len) -> None:
     ours, theirs = make_state(), make_state()
     rows, twin = rows_of(ours), rows_of(theirs)
     lengths = (rows.seq_lens, rows.remaining, rows.max_drafts)
+    simulated = None if rates is None else torch.tensor(rates)
     packed, accepted = accept_triton.accept_and_commit(
-        rows.tensors, targets, finite, drafts, drafted
+        rows.tensors, targets, finite, drafts, drafted, simulated
     )
-    result, wanted = passes.accept_and_commit(twin, targets, finite, drafts, drafted)
+    result, wanted = passes.accept_and_commit(twin, targets, finite, drafts, drafted, simulated)
     assert torch.equal(accepted, wanted)
     assert torch.equal(packed, result.packed)
     accept_triton.advance_draft_len(rows.slots, *lengths, accepted, ours.draft_len, 38)
