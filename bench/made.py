@@ -1,6 +1,5 @@
-"""Models of random weights in the shapes that the benchmarks share, and what reading them costs."""
+"""Models of random weights in the shapes that the benchmarks share."""
 
-import time
 from typing import Any
 
 import torch
@@ -72,31 +71,3 @@ def made_pair(shape: str, device: str | torch.device) -> tuple[CausalLM, CausalL
     target = made_model(shape, device, std=0.02 if device != "cpu" else 0.25)
     silence_layers(target, 2)
     return target, truncate_layers(target, 2)
-
-
-def weight_bytes(model: CausalLM) -> int:
-    """Bytes of the weights that a forward pass reads: all but an untied embedding."""
-    total = sum(slot.numel() * slot.element_size() for slot in model.weight_slots().values())
-    tied = model.config.tie_word_embeddings
-    return total if tied else total - model.embed_tokens.numel() * model.dtype.itemsize
-
-
-def kv_bytes(model: CausalLM) -> int:
-    """Bytes of the keys and values of one token."""
-    return model.kv_bytes_per_block(16) // 16
-
-
-def bandwidth(device: torch.device) -> float:
-    """Bytes per second, read plus written, of a large copy on the device."""
-    if device.type == "cuda":
-        from timing import copy_bandwidth
-
-        return copy_bandwidth()
-    source = torch.empty(1 << 26, dtype=torch.int8)
-    target = torch.empty_like(source)
-    seconds = []
-    for _ in range(8):
-        started = time.perf_counter()
-        target.copy_(source)
-        seconds.append(time.perf_counter() - started)
-    return 2 * source.numel() / min(seconds)

@@ -28,11 +28,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from made import bandwidth, made_model
+from made import made_model
 from rich.console import Console
 from step_engine import RATE, Sizes, StepEngine
 
 from specdec.bench.environment import describe
+from specdec.bench.floor import copy_bandwidth
 from specdec.tables import plain_table
 
 SECTIONS = ("parts", "speed", "idle")
@@ -59,18 +60,11 @@ def parts(bench: StepEngine, shape: str, speed: float) -> list[dict[str, Any]]:
     sizes, results = bench.sizes, []
     for num_reqs in sizes.counts:
         for k in sizes.ks:
-            bench.rows_at(num_reqs, sizes.context, k)
-            floors = bench.floors(num_reqs, k, sizes.context, speed)
-            times = {
-                "step": bench.pass_ms("step", num_reqs, k),
-                "verify": bench.pass_ms("target", num_reqs, k),
-                "accept": bench.accept_ms(num_reqs, k),
-            }
-            if k:
-                times["draft"] = bench.pass_ms("draft_decode", num_reqs, k)
+            times = bench.timer.parts(num_reqs, k, sizes.context)
             if num_reqs == 1:
-                bench.rows_at(1, sizes.context, k, temperature=0.8)
-                times["verify_sampled"] = bench.pass_ms("target", 1, k, sampled=True)
+                bench.timer.rows_at(1, sizes.context, k, temperature=0.8)
+                times["verify_sampled"] = bench.timer.pass_ms("target", 1, k, sampled=True)
+            floors = bench.floors(num_reqs, k, sizes.context, speed)
             results.append(
                 {
                     "shape": shape,
@@ -121,8 +115,8 @@ def idle_of(bench: StepEngine, shape: str) -> list[dict[str, Any]]:
         ends = row["first_context"], row["last_context"]
         alone = []
         for context in (ends[0], sum(ends) // 2, ends[1]):
-            bench.rows_at(1, context, k)
-            alone.append(bench.pass_ms("step", 1, k))
+            bench.timer.rows_at(1, context, k)
+            alone.append(bench.timer.pass_ms("step", 1, k))
         mean = (alone[0] + 4 * alone[1] + alone[2]) / 6
         row |= {
             "shape": shape,
@@ -152,8 +146,8 @@ def show(report: dict[str, Any]) -> None:
                 f"{times['step']:.3f}",
                 f"{floor['step']:.3f}",
                 f"{times['step'] / floor['step']:.2f}x",
-                f"{times['draft']:.3f}" if "draft" in times else "-",
-                f"{floor['draft']:.3f}" if "draft" in times else "-",
+                f"{times['draft']:.3f}" if row["k"] else "-",
+                f"{floor['draft']:.3f}" if row["k"] else "-",
                 f"{times['verify']:.3f}",
                 f"{floor['verify']:.3f}",
                 f"{times['verify'] / floor['verify']:.2f}x",
@@ -207,7 +201,7 @@ def main() -> None:
         parser.error(f"--shapes: {sorted(unknown)} are not among {list(sizes.drafts)}")
     device = torch.device(options.device)
     begun = time.perf_counter()
-    speed = bandwidth(device)
+    speed = copy_bandwidth(device)
     report: dict[str, Any] = {
         "benchmark": "step",
         "schema_version": 1,
