@@ -73,6 +73,8 @@ class Settings:
         for rates in self.simulate:
             if not rates or not all(0 <= rate <= 1 for rate in rates):
                 raise ValueError(f"simulate must hold rates in [0, 1], got {rates}")
+        if self.peers and 0.0 not in self.temperatures:
+            raise ValueError("peers are compared by their greedy texts: temperatures must hold 0")
         if self.simulate and None in self.drafts:
             raise ValueError("simulate: a drafter is needed, whose cost is part of a step")
 
