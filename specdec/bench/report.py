@@ -174,8 +174,8 @@ def differing(report: Report) -> list[str]:
     ]
     return lines + [
         f"{peer['peer']}, {peer['method']}, k={peer['k']}: "
-        f"{peer['texts'] - peer['texts_equal_to_k0']} of {peer['texts']} texts differ from "
-        f"specdec's without drafts"
+        f"{peer['texts'] - peer['texts_equal_to_k0']} of {peer['texts']} texts differ from those "
+        f"that specdec writes without drafts"
         for peer in report["peers"]
         if peer["texts_equal_to_k0"] != peer["texts"]
     ]
