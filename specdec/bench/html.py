@@ -7,7 +7,7 @@ from pathlib import Path
 
 from specdec.bench import report as words
 from specdec.bench.report import Report
-from specdec.bench.tables import LEGEND
+from specdec.bench.tables import LEGEND, share_cell
 
 TITLES = {
     "latency": "Acceptance against latency",
@@ -37,6 +37,8 @@ def html_report(report: Report, plots: Mapping[str, Path]) -> str:
         cells=words.cells,
         digits=words.digits,
         k_label=words.k_label,
+        share_cell=share_cell,
+        widest=lambda points: max(len(p["acceptance_by_position"]) for p in points),
         legend=LEGEND,
         startup=words.startup_lines(report),
     )

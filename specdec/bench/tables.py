@@ -6,6 +6,7 @@ from specdec.bench.report import (
     COLUMNS,
     SAME,
     SPEEDUP,
+    Point,
     Report,
     cells,
     digits,
@@ -60,21 +61,26 @@ def part_tables(report: Report) -> list[Table]:
 
 
 def position_table(report: Report) -> Table:
-    """Of the drafts at each position, the share that was accepted, with its 95% interval."""
-    drafted = [p for points in first_groups(report).values() for p in points if p["drafted"]]
-    width = max((len(point["acceptance_by_position"]) for point in drafted), default=0)
-    positions = [str(position) for position in range(1, width + 1)]
-    title = "Accepted at each position of the draft, % (95% interval: Wilson)"
-    table = plain_table(title, ["drafter"], ["k", *positions], dense=True)
-    for point in drafted:
-        shares = [
-            f"{100 * rate:.0f} ({100 * low:.0f}-{100 * high:.0f})"
-            for rate, (low, high) in zip(
-                point["acceptance_by_position"], point["acceptance_intervals"], strict=True
-            )
-        ]
-        table.add_row(series_label(point), k_label(point), *shares)
+    """Of the drafts at each position, the share accepted: the widest draft of each curve."""
+    shown = []
+    for points in first_groups(report).values():
+        widest = max(points, key=lambda point: len(point["acceptance_by_position"]))
+        shown += [widest] if widest["drafted"] else []
+    names = [f"{series_label(point)}, k={k_label(point)}" for point in shown]
+    title = "Accepted at each position, %, with its 95% interval (Wilson)"
+    table = plain_table(title, [], ["position", *names])
+    for index in range(max((len(p["acceptance_by_position"]) for p in shown), default=0)):
+        table.add_row(str(index + 1), *(share_cell(point, index) for point in shown))
     return table
+
+
+def share_cell(point: Point, index: int) -> str:
+    """``42 (31-54)``, or nothing where a point drafts no such position."""
+    if index >= len(point["acceptance_by_position"]):
+        return ""
+    low, high = point["acceptance_intervals"][index]
+    rate = point["acceptance_by_position"][index]
+    return f"{100 * rate:.0f} ({100 * low:.0f}-{100 * high:.0f})"
 
 
 def category_table(report: Report) -> Table:
