@@ -94,10 +94,12 @@ class TransformersPeer:
 def _transformers_model(source: Path | CausalLM, task: Task) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    model: Any
     if isinstance(source, Path):
         model = AutoModelForCausalLM.from_pretrained(
             source, dtype=task.dtype, attn_implementation="sdpa"
-        ).to(device=task.device)
+        )
+        model = model.to(task.device)
     else:
         content = config_to_json(source.config)
         config = AutoConfig.for_model(content.pop("model_type"), **content)
