@@ -1,6 +1,8 @@
 """The plots of a report: acceptance against latency, the crossover, acceptance by position."""
 
+import hashlib
 import itertools
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,9 +38,15 @@ def plot_report(report: Report, stem: Path) -> dict[str, Path]:
         figure = draw(report, pyplot)
         figure.suptitle(caption(report), fontsize=8, wrap=True)
         drawn[name] = stem.with_name(f"{stem.name}-{name}.png")
-        figure.savefig(drawn[name], dpi=110)
+        figure.savefig(drawn[name], dpi=110, metadata={"Source": points_digest(report)})
         pyplot.close(figure)
     return drawn
+
+
+def points_digest(report: Report) -> str:
+    """A short name for a report's points, which its plots carry as the PNG text ``Source``."""
+    points = json.dumps(report["points"], sort_keys=True)
+    return hashlib.sha256(points.encode()).hexdigest()[:16]
 
 
 def _latency(report: Report, pyplot: Any) -> Any:
