@@ -68,6 +68,6 @@ def made_pair(shape: str, device: str | torch.device) -> tuple[CausalLM, CausalL
 
     The second agrees with the first everywhere: a draft at full cost and perfect acceptance.
     """
-    target = made_model(shape, device, std=0.02 if device != "cpu" else 0.25)
+    target = made_model(shape, device, std=0.25 if torch.device(device).type == "cpu" else 0.02)
     silence_layers(target, 2)
     return target, truncate_layers(target, 2)

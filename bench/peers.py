@@ -113,6 +113,8 @@ def pair(report: dict[str, Any], sizes: Sizes, device: torch.device, runner: Pat
         max_num_batched_tokens=PROMPT_TOKENS,
         max_model_len=min(2048, target.config.max_position_embeddings),
         uniform_request_counts=sizes.counts,
+        # Prompts are not what is timed: they run without graphs.
+        cudagraph_mode="FULL_DECODE_ONLY",
         capture="lazy",
         enable_prefix_caching=False,
     ) as engine:

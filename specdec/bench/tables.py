@@ -67,7 +67,7 @@ def position_table(report: Report) -> Table:
         widest = max(points, key=lambda point: len(point["acceptance_by_position"]))
         shown += [widest] if widest["drafted"] else []
     names = [f"{series_label(point)}, k={k_label(point)}" for point in shown]
-    title = "Accepted at each position, %, with its 95% interval (Wilson)"
+    title = "Accepted, % (95%)"
     table = plain_table(title, [], ["position", *names])
     for index in range(max((len(p["acceptance_by_position"]) for p in shown), default=0)):
         table.add_row(str(index + 1), *(share_cell(point, index) for point in shown))
