@@ -80,6 +80,7 @@ def _latency(report: Report, pyplot: Any) -> Any:
                 axis.annotate(f"k={k_label(point)}", (x, y), **place)
         plain = curves[0][0]["ms_per_token"]["mean"]
         axis.axhline(plain, color="0.6", linestyle=":")
+        axis.margins(x=0.1, y=0.1)
         axis.set_ylim(bottom=0)
         axis.set_xlabel("tokens per step")
         axis.set_ylabel("ms per token and user (dotted: k=0)")
