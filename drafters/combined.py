@@ -37,6 +37,8 @@ class CombinedDrafter(Drafter):
         self.sources = (first.name, second.name)
         self.capturable = first.capturable and second.capturable
         self.catchup_width = second.catchup_width
+        self.lookahead = second.lookahead
+        self.feature_layers = second.feature_layers
         self.uses_adapters = second.uses_adapters
 
     def propose(self, state: RowState, k: int) -> Draft:
@@ -49,6 +51,9 @@ class CombinedDrafter(Drafter):
             None if draft.probs is None else one_hot_where(is_given, given.ids, draft.probs),
             num_from_first=is_given.sum(1),
         )
+
+    def keep_features(self, features: Tensor, slot_mapping: Tensor) -> None:
+        self.second.keep_features(features, slot_mapping)
 
     def prefill(self, batch: PrefillBatch) -> None:
         self.second.prefill(batch)
@@ -74,6 +79,7 @@ class CombinedDrafter(Drafter):
     def attach(self, state: DecodeState, num_blocks: int, draft_width: int) -> None:
         self.first.attach(state, num_blocks, draft_width)
         self.second.attach(state, num_blocks, draft_width)
+        self.kv_lag = self.second.kv_lag
 
 
 def one_hot_where(is_given: Tensor, ids: Tensor, probs: Tensor) -> Tensor:
@@ -94,7 +100,7 @@ def split_names(draft: AnyDraft) -> tuple[str | None, AnyDraft | str]:
         return None, draft
     if second in ("", "none", "auto") or second.partition("+")[0] in LOOKUPS:
         raise ValueError(
-            f"draft={draft!r}: a model must follow {first}+, as layer_skip:N or the path of one"
+            f"draft={draft!r}: a model must follow {first}+, as layer_skip:N, eagle:PATH or the path of one"
         )
     return first, second
 

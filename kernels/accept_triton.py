@@ -119,7 +119,7 @@ def accept_and_commit(
 
 
 @triton.jit(
-    do_not_specialize=["max_len", "column_stride"],
+    do_not_specialize=["max_len", "kv_lag", "column_stride"],
     do_not_specialize_on_alignment=[
         *("slots", "seq_lens", "remaining", "max_drafts", "num_accepted", "draft_len_column"),
     ],
@@ -132,7 +132,9 @@ def _advance_kernel(
     num_accepted,
     draft_len_column,
     max_len,
+    kv_lag,
     column_stride,
+    KEEPS_DRAFTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_inputs(PDL)
@@ -141,9 +143,12 @@ def _advance_kernel(
     seq_len = tl.load(seq_lens + row)
     drafts = tl.load(max_drafts + row)
     fits = (tl.load(remaining + row) > 0) & (seq_len + drafts <= max_len)
-    if fits & (tl.load(column) >= seq_len - 2):
-        fed = tl.maximum(drafts - 1, 0)
-        tl.store(column, seq_len + tl.minimum(tl.load(num_accepted + row), fed))
+    if fits & (tl.load(column) >= seq_len - 1 - kv_lag):
+        if KEEPS_DRAFTS:
+            fed = tl.maximum(drafts - 1, 0)
+            tl.store(column, seq_len + tl.minimum(tl.load(num_accepted + row), fed))
+        else:
+            tl.store(column, seq_len - 1)
 
 
 def advance_draft_len(
@@ -154,6 +159,9 @@ def advance_draft_len(
     num_accepted: Tensor,
     draft_len: Tensor,
     max_len: int,
+    *,
+    kv_lag: int = 1,
+    keeps_drafts: bool = True,
 ) -> None:
     """``specdec.verifier.passes.advance_draft_len``; all [R] but the column ``draft_len`` [S]."""
     _advance_kernel[slots.shape](
@@ -164,7 +172,9 @@ def advance_draft_len(
         num_accepted,
         draft_len,
         max_len,
+        kv_lag,
         draft_len.stride(0),
+        KEEPS_DRAFTS=keeps_drafts,
         num_warps=1,
         **pdl_options(slots),
     )

@@ -35,9 +35,9 @@ class Engine:
 
     Args:
         model: a Hugging Face folder or hub id, or a ``.gguf`` file; None is the bundled default.
-        draft: None, "auto", "ngram", "suffix", "layer_skip:N", the path of a smaller checkpoint
-            with the same tokenizer, "ngram+" or "suffix+" before one of the last two (lookup where
-            its match is long, the model elsewhere), or a ``Drafter``.
+        draft: None, "auto", "ngram", "suffix", "layer_skip:N", "eagle:PATH", the path of a smaller
+            checkpoint with the same tokenizer, "ngram+" or "suffix+" before one of the last three
+            (lookup where its match is long, the model elsewhere), or a ``Drafter``.
         k: drafts per row and step; "auto" takes, step by step, the k up to ``k_max`` that promises
             the most tokens per second, down to 0.
         fields: see ``EngineConfig``.

@@ -126,7 +126,7 @@ class DecodeStep:
             input_ids = torch.cat([verify.input_ids, input_ids])
             positions = torch.cat([verify.positions, positions])
             metadata = concatenate(verify.metadata, metadata)
-        hidden = self.forward(input_ids, positions, self.kv_cache, metadata)
+        hidden = self._read(input_ids, positions, metadata)
         if self.drafter is not None:
             self.drafter.prefill(prompts)
 
@@ -147,8 +147,17 @@ class DecodeStep:
 
     def _verify(self, rows: RowState, draft: Draft, allowed: Tensor | None = None) -> PassResult:
         batch = self._verify_batch(rows, draft, allowed)
-        hidden = self.forward(batch.input_ids, batch.positions, self.kv_cache, batch.metadata)
+        hidden = self._read(batch.input_ids, batch.positions, batch.metadata)
         return self._accept(batch, hidden)
+
+    def _read(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """The target's hidden states; the drafter gets those that it asked for beside the last."""
+        out = self.forward(input_ids, positions, self.kv_cache, metadata)
+        if self.drafter is None or not self.drafter.feature_layers:
+            return out
+        hidden, features = self.model.split_features(out)
+        self.drafter.keep_features(features, metadata.slot_mapping)
+        return hidden
 
     def _verify_batch(
         self, rows: RowState, draft: Draft, allowed: Tensor | None = None

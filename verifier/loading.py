@@ -1,5 +1,6 @@
 """From a model's files to a model on a device, and back to files."""
 
+import copy
 import json
 import shutil
 import warnings
@@ -145,6 +146,17 @@ def truncate_layers(model: CausalLM, num_layers: int) -> CausalLM:
     short.layers = torch.nn.ModuleList(model.first_layers(num_layers))
     short.cos_sin = model.cos_sin
     return short.eval()
+
+
+def with_features(model: CausalLM, feature_layers: tuple[int, ...]) -> CausalLM:
+    """The same model in the same memory, whose passes also give these hidden states.
+
+    ``feature_layers``: numbers of layers, 0 (the embedding) to all. The model itself is unchanged.
+    """
+    assert all(0 <= i <= model.config.num_layers for i in feature_layers)
+    twin = copy.copy(model)
+    twin.feature_layers = feature_layers
+    return twin
 
 
 def silence_layers(model: CausalLM, first: int) -> None:

@@ -49,6 +49,8 @@ class CausalLM(nn.Module):
             self.lm_head = empty_parameter(
                 config.vocab_size, config.hidden_size, dtype=dtype, device=device
             )
+        # Hidden states that a pass gives beside its last: those after this many layers.
+        self.feature_layers: tuple[int, ...] = ()
         self.embed_adapters: LoraStack | None = None
         self.head_adapters: LoraStack | None = None
         cos_sin = cos_sin_table(config.rope, config.max_position_embeddings, device)
@@ -78,7 +80,8 @@ class CausalLM(nn.Module):
     ) -> Tensor:
         """Hidden states after the final norm, [T, hidden]; writes the tokens' keys and values.
 
-        With ``num_layers`` the model stops after that many layers, with the same final norm.
+        With ``num_layers`` the model stops after that many layers, with the same final norm. A
+        model with ``feature_layers`` gives them behind the hidden states (``split_features``).
         """
         attend = PagedAttention(self.attention_backend, kv_cache, attn)
         adapter_rows = None
@@ -112,13 +115,29 @@ class CausalLM(nn.Module):
         if adapter_rows is not None and self.embed_adapters is not None:
             a, b = self.embed_adapters.a, self.embed_adapters.b
             lora_embedding_(residual, input_ids, a, b, adapter_rows.slots)
+        wanted = set(self.feature_layers if num_layers is None else ())
+        features = {0: residual}  # number of layers -> the residual stream after them
         hidden = rms_norm(residual, layers[0].input_norm, eps)
         for i, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
             hidden = layer.attention(hidden, positions, self.cos_sin, attend, i, adapter_rows)
             hidden, residual = add_rms_norm(hidden, residual, layer.post_attention_norm, eps)
             hidden = layer.mlp(hidden, adapter_rows)
             hidden, residual = add_rms_norm(hidden, residual, next_norm, eps)
+            if i + 1 in wanted:
+                features[i + 1] = residual
+        if wanted:
+            # One tensor, so that every graph around the model has one output.
+            return torch.cat([hidden, *(features[i] for i in self.feature_layers)], dim=-1)
         return hidden
+
+    def split_features(self, out: Tensor) -> tuple[Tensor, Tensor]:
+        """The output of a pass of a model with ``feature_layers``, as views of its two parts.
+
+        Returns hidden states [T, hidden], and [T, len(feature_layers) * hidden]: the residual
+        stream after each of those numbers of layers, before any norm.
+        """
+        size = self.config.hidden_size
+        return out[:, :size], out[:, size:]
 
     def compute_logits(self, hidden: Tensor, adapter_slots: Tensor | None = None) -> Tensor:
         """hidden [N, hidden] -> [N, vocab] float32, the sums never rounded to the model's dtype.

@@ -1,0 +1,49 @@
+"""A model of an engine before and while it loads: what its files say, and its dtype."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from specdec.config import DTYPES, EngineConfig
+from specdec.drafters.eagle_checkpoint import EagleCheckpoint
+from specdec.tokenizer import Tokenizer, load_tokenizer
+from specdec.verifier.attention.base import AttentionBackend
+from specdec.verifier.hub import resolve_model
+from specdec.verifier.loading import load_model, read_config
+from specdec.verifier.models.config import ModelConfig
+from specdec.verifier.models.llama import CausalLM
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A model before its weights are loaded: what its files say."""
+
+    model: str | Path | CausalLM | None
+    config: ModelConfig
+    tokenizer: Tokenizer | None
+    head: EagleCheckpoint | None = None  # not a model: a head for the target
+
+
+def read_source(model: str | Path | CausalLM | None) -> Source:
+    if isinstance(model, CausalLM):
+        return Source(model, model.config, None)
+    path = resolve_model(model)
+    return Source(model, read_config(path), load_tokenizer(path))
+
+
+def load_source(
+    source: Source, config: EngineConfig, backend: AttentionBackend, device: torch.device
+) -> CausalLM:
+    if isinstance(source.model, CausalLM):
+        return source.model
+    dtype = dtype_of(config, source, device)
+    return load_model(source.model, dtype=dtype, device=device, attention_backend=backend)
+
+
+def dtype_of(config: EngineConfig, source: Source, device: torch.device) -> torch.dtype:
+    if isinstance(source.model, CausalLM):
+        return source.model.dtype
+    if config.dtype != "auto":
+        return DTYPES[config.dtype]
+    return torch.float32 if device.type == "cpu" else source.config.dtype
