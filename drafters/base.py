@@ -122,10 +122,10 @@ class DrafterLike(Drafter):
     def __init__(self, wrapped: object) -> None:
         self.name = type(wrapped).__name__
         own = ("name", "capturable", "catchup_width", "max_model_len", "uses_adapters")
-        own += ("kv_lag", "lookahead", "feature_layers", "keep_features")
+        of_target = ("kv_lag", "lookahead", "feature_layers", "keep_features")
         calls = ("propose", "prefill", "advance", "catch_up", "bytes_per_block", "attach")
         of_host = ("enter", "learn", "refresh")
-        for name in (*own, *calls, *of_host):
+        for name in (*own, *of_target, *calls, *of_host):
             if hasattr(wrapped, name):
                 setattr(self, name, getattr(wrapped, name))
 

@@ -1,4 +1,4 @@
-"""From ``draft`` to a drafter: names and files are checked first, weights load behind the target's."""
+"""From ``draft`` to a drafter: what files tell is checked first, weights load after the target."""
 
 from pathlib import Path
 

@@ -10,7 +10,7 @@ from adapters import merged, write_adapter
 from eagle_heads import make_head, whispering
 from eagle_oracle import EagleOracle, speculate
 from harness import PROMPTS, assert_decodes_replayed, assert_no_leak, caches_of, cpu_engine, greedy
-from oracle import Oracle, expect
+from oracle import CLOSE_CALL, Oracle, expect
 
 ONE_RUNG = {"uniform_request_counts": [5]}
 EVEN = list(range(0, 128, 2))
@@ -189,11 +189,10 @@ def test_cached_blocks_hold_what_the_head_needs(target, heads, oracles, name):
             expect(out, speculate(oracles[name], longer, k=4, max_new_tokens=24))
 
 
-@pytest.mark.parametrize("name", ["plain stream", "parallel"])
-def test_published_blocks_are_those_of_a_text_read_at_once(target, heads, name):
+def test_published_blocks_are_those_of_a_text_read_at_once(target, heads):
     """What a finished text leaves: keys, values and hidden states of verified tokens alone."""
     options = {"num_kv_blocks": 24, "max_num_seqs": 1, "cudagraph_mode": "NONE"}
-    draft = f"eagle:{heads[name]}"
+    draft = f"eagle:{heads['plain stream']}"
     compared = accepted_last = 0
     for length in range(20, 32):
         with (
@@ -314,3 +313,30 @@ def test_rows_with_adapters_are_drafted_from_their_own_hidden_states(
             for adapter, prompt, out in zip(names, PROMPTS, outs, strict=False):
                 oracle = oracles[name] if adapter is None else adapted
                 expect(out, speculate(oracle, prompt, k=4, max_new_tokens=20))
+
+
+@pytest.mark.parametrize("name", ["reduced", "parallel"])
+def test_lookup_before_a_head(target, heads, oracles, mode, name):
+    """What lookup proposes is read as the head's own: the text is the target's, and no key of the
+    head or hidden state is lost, so that a row without a match drafts as it does alone.
+    """
+    draft = f"ngram+eagle:{heads[name]}"
+    compared = 0
+    with cpu_engine(target, draft, 4, **mode) as engine:
+        for prompts in (PROMPTS, [PROMPTS[4] * 2, PROMPTS[1]]):
+            for prompt, out in zip(prompts, engine.generate(prompts, greedy(30)), strict=True):
+                text = [*prompt, *out.token_ids]
+                expect(out, speculate(oracles[name], prompt, k=4, max_new_tokens=30), counts=False)
+                features = oracles[name].features(text)
+                at = len(prompt) + 1
+                counts = (out.stats.drafted_per_step, out.stats.accepted_per_step)
+                for drafted, accepted in zip(*counts, strict=True):
+                    matched = any(text[at - 5 : at] == text[i - 5 : i] for i in range(5, at))
+                    if drafted and not matched:
+                        guesses, margin = oracles[name].propose(text[:at], features, drafted)
+                        ahead = zip(guesses, text[at:], strict=False)
+                        hits = (*(guess == token for guess, token in ahead), False).index(False)
+                        assert accepted == hits or margin < CLOSE_CALL
+                        compared += 1
+                    at += accepted + 1
+        assert compared > 20

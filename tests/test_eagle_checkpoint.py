@@ -23,7 +23,7 @@ def refused(monkeypatch, target, head, *words):
     """The engine says why, with these words in it, and loads no weights of the target."""
     from specdec import build
 
-    monkeypatch.setattr(build, "_load", lambda *_: pytest.fail("the target was loaded"))
+    monkeypatch.setattr(build, "load_source", lambda *_: pytest.fail("the target was loaded"))
     with pytest.raises(ValueError, match="(?s)" + ".*".join(words)):
         cpu_engine(target, f"eagle:{head}")
 
