@@ -100,8 +100,8 @@ def split_names(draft: AnyDraft) -> tuple[str | None, AnyDraft | str]:
         return None, draft
     if second in ("", "none", "auto") or second.partition("+")[0] in LOOKUPS:
         raise ValueError(
-            f"draft={draft!r}: a model must follow {first}+, as layer_skip:N, eagle:PATH or the "
-            "path of one"
+            f"draft={draft!r}: a model must follow {first}+, as layer_skip:N, eagle:PATH, "
+            "medusa:PATH, mtp or the path of one"
         )
     return first, second
 

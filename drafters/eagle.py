@@ -13,6 +13,7 @@ from torch import Tensor
 from specdec.drafters.base import Draft, Drafter
 from specdec.drafters.draft_model import given_or
 from specdec.drafters.eagle_head import EagleHead
+from specdec.drafters.mtp import MtpModule
 from specdec.verifier.attention.base import PAD_SLOT_ID
 from specdec.verifier.batch import PrefillBatch
 from specdec.verifier.feature_cache import FeatureCache
@@ -41,7 +42,7 @@ class EagleDrafter(Drafter):
     catchup_width = 16
     lookahead = 1
 
-    def __init__(self, head: EagleHead, target_ids: Tensor, *, vocab_size: int) -> None:
+    def __init__(self, head: EagleHead | MtpModule, target_ids: Tensor, *, vocab_size: int) -> None:
         """
         target_ids: [draft vocab] int64, increasing: the target's id of each draft id.
         vocab_size: ids of the target that may be emitted; higher ones are never drafted.
@@ -217,6 +218,7 @@ class EagleDrafter(Drafter):
         embeddings = head.embed(ids)
         features = self.features.read(slots)
         if is_masked is not None:
+            assert isinstance(head, EagleHead)
             embeddings, features = head.masked(embeddings, features, is_masked)
         x, stream = head.layer_input(embeddings, features)
         return head.project(x, positions, self.kv_cache, slots), stream

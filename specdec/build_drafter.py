@@ -6,11 +6,10 @@ from specdec.adapters import read_adapters
 from specdec.config import EngineConfig
 from specdec.drafters.base import Drafter, DrafterLike
 from specdec.drafters.draft_model import DraftModelDrafter
-from specdec.drafters.eagle import EagleDrafter
-from specdec.drafters.eagle_checkpoint import load_eagle, open_eagle
 from specdec.drafters.layer_skip import LayerSkipDrafter, skipped_layers
 from specdec.drafters.ngram import NgramDrafter
 from specdec.drafters.suffix import SuffixDrafter
+from specdec.heads import load_head, open_head
 from specdec.sources import Source, load_source, read_source
 from specdec.tokenizer import compare_tokenizers
 from specdec.verifier.attention.base import AttentionBackend
@@ -18,7 +17,7 @@ from specdec.verifier.kv_cache import KVCache
 from specdec.verifier.models.llama import CausalLM
 from specdec.verifier.peft_format import AdapterWeights
 
-DRAFTERS = "auto, ngram, suffix, layer_skip:N, eagle:PATH"
+DRAFTERS = "auto, ngram, suffix, layer_skip:N, eagle:PATH, medusa:PATH, mtp"
 
 
 def check_draft(draft: str | Path | CausalLM | Drafter | None, target: Source) -> Source | None:
@@ -37,9 +36,9 @@ def check_draft(draft: str | Path | CausalLM | Drafter | None, target: Source) -
         return None
     if not text or text == "none":
         raise ValueError(f"draft={text!r}: pass None for no drafter, or one of {DRAFTERS}")
-    if text.startswith("eagle:"):
-        head = open_eagle(text.removeprefix("eagle:"), target.config)
-        return Source(text, head.config.layer, None, head)
+    head = open_head(text, target.config, target.model)
+    if head is not None:
+        return Source(text, head[1], None, head[0])
     try:
         source = read_source(text)
     except FileNotFoundError as error:
@@ -73,8 +72,7 @@ def heavy_drafter(
             return None
         return draft if isinstance(draft, Drafter) else DrafterLike(draft)
     if source.head is not None:
-        head, target_ids = load_eagle(source.head, target, backend)
-        return EagleDrafter(head, target_ids, vocab_size=vocab_size)
+        return load_head(source.head, target, backend, vocab_size)
     model = load_source(source, config, backend, target.device)
     return DraftModelDrafter(model, vocab_size=vocab_size)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from specdec.config import DTYPES, EngineConfig
-from specdec.drafters.eagle_checkpoint import EagleCheckpoint
+from specdec.heads import HeadCheckpoint
 from specdec.tokenizer import Tokenizer, load_tokenizer
 from specdec.verifier.attention.base import AttentionBackend
 from specdec.verifier.hub import resolve_model
@@ -22,7 +22,7 @@ class Source:
     model: str | Path | CausalLM | None
     config: ModelConfig
     tokenizer: Tokenizer | None
-    head: EagleCheckpoint | None = None  # not a model: a head for the target
+    head: HeadCheckpoint | None = None  # not a model: a head for the target
 
 
 def read_source(model: str | Path | CausalLM | None) -> Source:

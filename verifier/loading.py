@@ -22,6 +22,7 @@ from specdec.verifier.models.config import (
     read_json_object,
 )
 from specdec.verifier.models.llama import CausalLM
+from specdec.verifier.models.mtp_names import mtp_tensors
 from specdec.verifier.models.registry import model_class
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -90,6 +91,8 @@ def check_tensors(config: ModelConfig, checkpoint: Checkpoint) -> None:
     shapes = dict(checkpoint.shapes())
     if config.tie_word_embeddings:
         shapes.pop(HEAD, None)
+    for name in mtp_tensors(shapes, config.num_layers):
+        del shapes[name]
     missing = [name for name in expected if name not in shapes]
     if missing:
         raise ValueError(f"{checkpoint.source} lacks the tensor {_listed(missing)}")

@@ -30,12 +30,14 @@ class Family:
     qk_norm: bool = False
     default_sliding_window: int | None = None  # where config.json has no such field
     default_head_size: int | None = None  # None: hidden_size / num_attention_heads
+    brings_code: bool = False  # its files come with code for what is known here; it is not run
 
 
 FAMILIES = {
     "LlamaForCausalLM": Family(model_type="llama"),
     "MistralForCausalLM": Family(model_type="mistral", qkv_bias=False, default_sliding_window=4096),
     "Qwen2ForCausalLM": Family(model_type="qwen2", qkv_bias=True),
+    "MiMoForCausalLM": Family(model_type="mimo", qkv_bias=True, brings_code=True),
     "Qwen3ForCausalLM": Family(model_type="qwen3", qk_norm=True, default_head_size=128),
 }
 
@@ -224,7 +226,8 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
         raise UnsupportedModelError(
             f"quantization_config (method {method!r}) is not supported; load unquantised weights"
         )
-    if config.get("auto_map") or config.get("trust_remote_code"):
+    has_code = config.get("auto_map") and not family.brings_code
+    if has_code or config.get("trust_remote_code"):
         raise UnsupportedModelError(
             "the model brings its own code (auto_map, trust_remote_code), which is never run"
         )
@@ -236,7 +239,9 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
     if others:
         raise UnsupportedModelError(f"layer_types {', '.join(others)} are not supported")
     window = config.get("sliding_window", family.default_sliding_window)
-    if family.model_type in ("qwen2", "qwen3") and not config.get("use_sliding_window", False):
+    if family.model_type in ("mimo", "qwen2", "qwen3") and not config.get(
+        "use_sliding_window", False
+    ):
         window = None
     if window is not None and window < _integer(config, "max_position_embeddings"):
         raise UnsupportedModelError(
