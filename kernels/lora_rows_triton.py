@@ -9,10 +9,11 @@ from specdec.kernels.launch import pdl_options, wait_for_inputs
 from specdec.kernels.lora_rows import SlotTiles, max_tiles, tile_rows
 
 NO_SLOT = tl.constexpr(2**31 - 1)
-_BLOCK_T = 1024
+# Rows and tiles that a program looks at together. Two sizes, so that two kernels are all there is.
+_SMALL, _LARGE = (64, 64), (1024, 256)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "num_tiles"])
 def _slot_tiles_kernel(
     slot_of_token,  # [T]
     order,  # [T] int32
@@ -20,10 +21,10 @@ def _slot_tiles_kernel(
     tile_first,  # [G] int32
     tile_end,  # [G] int32
     num_rows,
-    NUM_TILES: tl.constexpr,
-    BLOCK_G: tl.constexpr,
+    num_tiles,
     BLOCK_M: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    BLOCK_G: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program: a pass over the rows for each slot that is there, the lowest first."""
@@ -47,15 +48,18 @@ def _slot_tiles_kernel(
             above = tl.where(slots > slot, slots, NO_SLOT)
             following = tl.minimum(following, tl.min(above, axis=0))
         count = (placed - first + BLOCK_M - 1) // BLOCK_M
-        inside = steps < count
-        tl.store(tile_slot + tile + steps, tl.zeros_like(steps) + slot, mask=inside)
-        begin = first + steps * BLOCK_M
-        tl.store(tile_first + tile + steps, begin, mask=inside)
-        tl.store(tile_end + tile + steps, tl.minimum(begin + BLOCK_M, placed), mask=inside)
+        for start in tl.range(0, count, BLOCK_G):
+            each = start + steps
+            begin = first + each * BLOCK_M
+            inside = each < count
+            tl.store(tile_slot + tile + each, tl.zeros_like(each) + slot, mask=inside)
+            tl.store(tile_first + tile + each, begin, mask=inside)
+            tl.store(tile_end + tile + each, tl.minimum(begin + BLOCK_M, placed), mask=inside)
         tile += count
         slot = following
-    unused = (steps >= tile) & (steps < NUM_TILES)
-    tl.store(tile_slot + steps, tl.zeros_like(steps) - 2, mask=unused)
+    for start in tl.range(tile, num_tiles, BLOCK_G):
+        each = start + steps
+        tl.store(tile_slot + each, tl.zeros_like(each) - 2, mask=each < num_tiles)
 
 
 def slot_tiles(slot_of_token: Tensor, num_groups: int, dtype: torch.dtype) -> SlotTiles:
@@ -63,8 +67,13 @@ def slot_tiles(slot_of_token: Tensor, num_groups: int, dtype: torch.dtype) -> Sl
     num_rows = slot_of_token.shape[0]
     block_m = tile_rows(dtype, num_rows)
     num_tiles = max_tiles(num_rows, num_groups, block_m)
-    made = torch.empty(num_rows + 3 * num_tiles, dtype=torch.int32, device=slot_of_token.device)
-    order, slot, first, end = made.split([num_rows, num_tiles, num_tiles, num_tiles])
+
+    def integers(size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.int32, device=slot_of_token.device)
+
+    order = integers(num_rows)
+    slot, first, end = integers(num_tiles), integers(num_tiles), integers(num_tiles)
+    block_t, block_g = _SMALL if num_rows <= _SMALL[0] else _LARGE
     _slot_tiles_kernel[(1,)](
         slot_of_token,
         order,
@@ -72,10 +81,10 @@ def slot_tiles(slot_of_token: Tensor, num_groups: int, dtype: torch.dtype) -> Sl
         first,
         end,
         num_rows,
-        NUM_TILES=num_tiles,
-        BLOCK_G=triton.next_power_of_2(num_tiles),
+        num_tiles,
         BLOCK_M=block_m,
-        BLOCK_T=min(_BLOCK_T, max(16, triton.next_power_of_2(num_rows))),
+        BLOCK_T=block_t,
+        BLOCK_G=block_g,
         num_warps=4,
         **pdl_options(slot_of_token),
     )

@@ -26,9 +26,9 @@ from specdec.kernels.lora_rows import SlotTiles
 from specdec.kernels.lora_rows_triton import slot_tiles
 from specdec.kernels.lora_tiles import expand_tile, shrink_tile, shrunk_rows, tile_of_rows
 
-# Chunks of the input features; each is one partial sum.
-_MAX_CHUNKS = 8
-_MIN_CHUNK = 256
+# Chunks of the input features; each is one partial sum, which every tile of the second launch adds.
+_MAX_CHUNKS = 4
+_MIN_CHUNK = 512
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -29,5 +29,7 @@ def forget_compiled_kernels() -> None:
 
     torch.cuda.synchronize()
     for item in gc.get_objects():
-        if isinstance(item, JITFunction) and item.fn.__module__.startswith("specdec"):
+        if not isinstance(item, JITFunction) or item.fn is None:
+            continue  # a function of another package, torn down
+        if item.fn.__module__.startswith("specdec"):
             item.device_caches.clear()

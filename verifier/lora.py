@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.lora import lora_embedding_
-from specdec.verifier.models.lora import LoraStack
+from specdec.verifier.models.lora import AdapterRows, LoraStack
 from specdec.verifier.peft_format import EMBEDDING, HEAD, AdapterError, AdapterWeights
 
 # Regions of a slot start at multiples of this many elements, for aligned loads.
@@ -135,10 +135,11 @@ class LoraSlots:
         model, layer = self.model, self.model.first_layers()[0]
         for num_rows in _WARM_UP_ROWS:
             nobody = torch.full((num_rows,), -1, dtype=torch.int64, device=model.device)
+            rows = AdapterRows(nobody, num_rows)
             hidden = self.data.new_zeros(num_rows, model.config.hidden_size)
-            layer.attention.qkv_proj(hidden, nobody)
-            layer.attention.o_proj(self.data.new_zeros(num_rows, model.config.q_size), nobody)
-            layer.mlp(hidden, nobody)
+            layer.attention.qkv_proj(hidden, rows)
+            layer.attention.o_proj(self.data.new_zeros(num_rows, model.config.q_size), rows)
+            layer.mlp(hidden, rows)
             if self.vocabulary and model.embed_adapters is not None:
                 model.compute_logits(hidden, nobody)
                 lora_embedding_(
