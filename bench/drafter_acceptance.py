@@ -1,8 +1,8 @@
 """Tokens per step of several drafters by category of prompt, greedy, and whether text is the same.
 
     python bench/drafter_acceptance.py --prompts FILE --drafts ngram,suffix --ks 4,8
-    python bench/drafter_acceptance.py --prompts FILE --num-prompts 480 --drafts eagle:HEAD --ks 4 \\
-        --device cuda --num-seqs 64 --out bench/results/drafter_acceptance.json
+    python bench/drafter_acceptance.py --prompts FILE --num-prompts 480 --drafts eagle:HEAD \\
+        --ks 4 --device cuda --num-seqs 64 --out bench/results/drafter_acceptance.json
 
 FILE: JSON lines, {"id", "category", "turns"}. Of one request at a time, "suffix" looks into the
 outputs of those before. Time per token is that of the whole batch, prompts included.
