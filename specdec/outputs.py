@@ -123,7 +123,10 @@ class StreamEvent:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One launch of the engine: which graph it took, or why none."""
+    """One launch of the engine: which graph it took, or why none.
+
+    ``num_tokens`` are those of one round.
+    """
 
     mode: str
     descriptor: BatchDescriptor
@@ -131,6 +134,8 @@ class StepRecord:
     num_tokens: int
     k: int
     reason: str | None
+    rounds: int = 1  # steps in this launch
+    rounds_reason: str | None = None  # why one, where ``steps_per_replay`` allows more
 
 
 @dataclass(slots=True)

@@ -33,6 +33,7 @@ class Request:
     grammar: GrammarState | None = None
     arrival: int
     adapter: Adapter | None = None  # None: the base model
+    streamed: bool = False  # somebody waits for each token
     arrival_time: float = field(default_factory=time.perf_counter)
 
     output_ids: list[int] = field(default_factory=list)
@@ -50,7 +51,7 @@ class Request:
     num_cached: int = 0  # positions whose KV came from the prefix cache
     num_published: int = 0  # blocks whose content the pool knows
     num_computed: int = 0  # positions whose KV the prefill has computed or launched
-    passes_in_flight: int = 0
+    passes_in_flight: int = 0  # rounds of them
     tokens_in_flight: int = 0
     undrafted_steps: int = 0  # steps since the drafter last read this text
 
@@ -90,12 +91,18 @@ class Request:
         """The passes in flight reach ``end``: each adds one token at least."""
         return self.num_committed + self.passes_in_flight >= self.end
 
-    def slots_needed(self, k: int) -> int:
-        """KV positions that must exist before one more pass of k drafts is launched.
+    def slots_needed(self, num_tokens: int) -> int:
+        """KV positions that must exist before passes over ``num_tokens`` more are launched.
 
         The token at ``end - 1`` is never fed, so a request needs ``end - 1`` positions at most.
         """
-        return min(self.num_committed + self.tokens_in_flight + k, self.end - 1)
+        return min(self.num_committed + self.tokens_in_flight + num_tokens - 1, self.end - 1)
+
+    @property
+    def steps_left(self) -> float:
+        """Decode steps that are expected, from the tokens of a step so far; 1 before any."""
+        per_step = self.stats.mean_tokens_per_step or 1.0
+        return self.remaining / per_step - self.passes_in_flight
 
     @property
     def needs_sampling(self) -> bool:

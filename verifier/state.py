@@ -208,6 +208,7 @@ class RowState:
             k=column("k"),
             draft_len=self.state.draft_len,
             adapter=column("adapter"),
+            stop_ids=self.state.rules.stop_ids,
             block_size=self.state.block_size,
         )
 
@@ -287,13 +288,30 @@ class RowState:
         )
         return positions.clamp_min(0).flatten(), metadata
 
-    def commit(self, tokens: Tensor, num_new: Tensor) -> None:
-        """Append the first ``num_new`` [R] of ``tokens`` [R, Q] to each row, in place."""
+    def up_to_stop(self, tokens: Tensor, num_new: Tensor) -> tuple[Tensor, Tensor]:
+        """``num_new`` [R] cut behind the first of ``tokens`` [R, Q] that ends its row's text.
+
+        Returns it and which rows have such a token, [R] bool.
+        """
+        stop_ids = self.state.rules.stop_ids[self.slots]
+        steps = torch.arange(tokens.shape[1], device=tokens.device)
+        stops = (tokens[..., None] == stop_ids[:, None]).any(-1) & (steps < num_new[:, None])
+        before = torch.where(stops, steps, tokens.shape[1]).amin(1)
+        return torch.minimum(num_new, before + 1), stops.any(1)
+
+    def commit(self, tokens: Tensor, num_new: Tensor, ended: Tensor) -> None:
+        """Append the first ``num_new`` [R] of ``tokens`` [R, Q] to each row, in place.
+
+        Rows that have ``ended`` [R] bool may write nothing more.
+        """
         steps = torch.arange(tokens.shape[1], device=tokens.device)
         positions = self.seq_lens[:, None] + steps
         positions = positions.where(steps < num_new[:, None], self.state.max_model_len)
         self.state.tokens[self.slots[:, None], positions] = tokens.int()
-        self.state.seq_len[self.slots] = self.seq_lens + num_new
+        seq_lens = self.seq_lens + num_new
+        self.state.seq_len[self.slots] = seq_lens
+        end = self.state.column("end")
+        end[self.slots] = torch.where(ended, seq_lens, end[self.slots])
 
 
 def _repeated(values: Tensor | None, times: int) -> Tensor | None:
