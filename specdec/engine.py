@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -92,6 +92,8 @@ class Engine:
             free_kv_blocks=self._pool.num_free,
             steps_by_mode={"FULL": 0, "PIECEWISE": 0, "NONE": 0},
         )
+        # Decode steps of rows that are not in the totals yet, see ``draft_notes.count``.
+        self._tally: Counter[tuple[str, int, int, int]] = Counter()
         self._closed = False
 
     # -- what a user calls ------------------------------------------------------------------------
@@ -198,6 +200,8 @@ class Engine:
         self._stats.free_kv_blocks = self._pool.num_free
         self._stats.preemptions = self._scheduler.num_preemptions
         self._stats.adapter_loads = self._lora.num_loads
+        draft_notes.count(self._stats, self.drafter, self._tally)
+        self._tally.clear()
         return copy.deepcopy(self._stats)
 
     def recent_steps(self, n: int = 100) -> list[StepRecord]:
@@ -286,8 +290,8 @@ class Engine:
         """Write the rows and block tables that this plan adds."""
         state = self._runner.state
         self._lora.load_pending()
-        for request, first, blocks in plan.new_blocks:
-            state.write_blocks(request.row, first, blocks)
+        if plan.new_blocks:
+            state.write_blocks([(each.row, first, new) for each, first, new in plan.new_blocks])
         for request in plan.admitted:
             self._runner.install(request)
         draft_notes.before_step(self.drafter, plan.admitted)
@@ -328,11 +332,8 @@ class Engine:
             request.stats.record(result.num_drafted, accepted, committed)
             if self._adaptive is not None:
                 self._adaptive.observe(result.num_drafted, result.num_accepted)
-            drafted = result.num_drafted
-            sources = draft_notes.from_sources(
-                self.drafter, drafted, accepted, result.num_from_first
-            )
-            self._stats.record(request.adapter_name, drafted, accepted, sources)
+            drafted, first = result.num_drafted, result.num_from_first
+            self._tally[request.adapter_name, drafted, accepted, first] += 1
         request.events.append(event(request, tail, committed))
         if request.finish_reason != "error":
             self._scheduler.publish(request)

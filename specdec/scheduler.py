@@ -211,10 +211,13 @@ class Scheduler:
         """Start from blocks that an earlier text with the same beginning has filled."""
         if self.prefix_caching:
             # One token at least is computed, for its logits.
+            request.num_published = 0
             contents = list(self._contents(request, request.prefill_goal - 1))
-            request.blocks = self.pool.take_prefix(contents)
+            request.blocks = self.pool.take_prefix([content for content, _ in contents])
+            request.prefix_key = b""
             if request.blocks:
                 plan.new_blocks.append((request, 0, list(request.blocks)))
+                request.prefix_key = contents[len(request.blocks) - 1][1]
         request.num_published = len(request.blocks)
         request.num_cached = request.num_computed = len(request.blocks) * self.block_size
 
@@ -225,15 +228,19 @@ class Scheduler:
         valid = request.num_committed - 1 - self.draft_lag - request.undrafted_steps
         if valid // self.block_size <= request.num_published:
             return
-        for number, content in enumerate(self._contents(request, valid)):
-            if number >= request.num_published:
-                self.pool.publish(request.blocks[number], content)
-        request.num_published = valid // self.block_size
+        for content, key in self._contents(request, valid, request.prefix_key):
+            self.pool.publish(request.blocks[request.num_published], content)
+            request.num_published += 1
+            request.prefix_key = key
 
-    def _contents(self, request: Request, length: int) -> Iterator[bytes]:
-        """Keys of the full blocks of a text's first ``length`` tokens."""
-        tokens = request.token_ids[: length + self.lookahead]
-        return block_contents(tokens, self.block_size, request.cache_salt, self.lookahead)
+    def _contents(
+        self, request: Request, length: int, prefix_key: bytes = b""
+    ) -> Iterator[tuple[bytes, bytes]]:
+        """Of the full blocks of a text's first ``length`` tokens, those not published yet."""
+        first = request.num_published * self.block_size
+        tokens = request.tokens_between(first, length + self.lookahead)
+        salt, ahead = request.cache_salt, self.lookahead
+        return block_contents(tokens, self.block_size, salt, ahead, prefix_key)
 
     def _add_chunk(self, request: Request, budget: int, plan: StepPlan) -> int:
         start = request.num_computed

@@ -3,6 +3,7 @@
 Shape letters: S state rows, R requests of the batch, Q query length, L context, W table width.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -118,9 +119,18 @@ class DecodeState:
         empty = [-1] * MAX_BAD_WORD_LEN
         self._upload(rules.bad_words[row], words + [empty] * (MAX_BAD_WORDS - len(words)))
 
-    def write_blocks(self, row: int, first: int, blocks: list[int]) -> None:
-        """Append blocks to a row's table, from table column ``first`` on."""
-        self._upload(self.block_table[row, first : first + len(blocks)], blocks)
+    def write_blocks(self, entries: Sequence[tuple[int, int, list[int]]]) -> None:
+        """Append blocks to tables: for each (row, first, blocks), from column ``first`` on."""
+        places = [
+            (row, column, block)
+            for row, first, blocks in entries
+            for column, block in enumerate(blocks, first)
+        ]
+        # One copy for all of them.
+        index = torch.empty(len(places), 3, dtype=torch.int64, device=self.device)
+        self._upload(index, places)
+        rows, columns, blocks = index.unbind(1)
+        self.block_table[rows, columns] = blocks.int()
 
     def _upload(self, target: Tensor, values: list) -> None:
         source = torch.tensor(values, dtype=target.dtype)
