@@ -59,6 +59,22 @@ def test_tokens_and_counts_are_those_of_one_round(engines, models, draft, rounds
     assert counts(alone) == counts(engine_of(1).generate(PROMPTS[2], params[4]))
 
 
+@pytest.mark.parametrize("pattern", ["suffix", "ngram+{}"])
+def test_lookup_in_several_rounds(models, pattern):
+    """Of one request at a time, counts by drafter too are those of one round."""
+    found = []
+    for rounds in (1, 4):
+        with cpu_engine(
+            models["target"], pattern.format(models["blend.1"]), 3, steps_per_replay=rounds,
+            **ONE_RUNG,
+        ) as engine:  # fmt: skip
+            texts = [counts(engine.generate(prompt, greedy(40))) for prompt in [*PROMPTS] * 2]
+            found.append((texts, engine.stats().by_source))
+            assert rounds in rounds_taken(engine)
+    assert found[0] == found[1]
+    assert found[0][1]
+
+
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
 @pytest.mark.parametrize("draft", ["blend.1", "ngram"])
 def test_sampled_rows_rules_and_logprobs(engines, models, draft, acceptance):
