@@ -288,10 +288,10 @@ class Engine:
 
     def _install(self, plan: StepPlan) -> None:
         """Write the rows and block tables that this plan adds."""
-        state = self._runner.state
         self._lora.load_pending()
         if plan.new_blocks:
-            state.write_blocks([(each.row, first, new) for each, first, new in plan.new_blocks])
+            entries = [(each.row, first, new) for each, first, new in plan.new_blocks]
+            self._runner.state.write_blocks(entries)
         for request in plan.admitted:
             self._runner.install(request)
         draft_notes.before_step(self.drafter, plan.admitted)
@@ -313,9 +313,7 @@ class Engine:
 
     def _commit(self, launched: Launched) -> None:
         """Read a launch's results and append them to its requests."""
-        started = time.perf_counter()
-        launched.results.wait()
-        self._waited += time.perf_counter() - started
+        self._waited += launched.results.wait()
         for request, results in zip(launched.requests, launched.results.read(), strict=True):
             request.passes_in_flight -= launched.rounds
             request.tokens_in_flight -= launched.most_tokens

@@ -3,6 +3,7 @@
 Shape letters: P requests that prefill, T tokens, R requests, Q query length.
 """
 
+import time
 from dataclasses import dataclass
 
 import torch
@@ -134,10 +135,12 @@ class PendingResult:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
 
-    def wait(self) -> None:
-        """Until the copies are there."""
+    def wait(self) -> float:
+        """Until the copies are there. Returns the seconds that this took."""
+        started = time.perf_counter()
         if self._event is not None:
             self._event.synchronize()
+        return time.perf_counter() - started
 
     def read(self) -> list[list[RowResult]]:
         """Wait for the copies. One entry per request, with one per round."""
