@@ -2,6 +2,7 @@
 
 import pytest
 from adapters import write_adapter
+from eagle_heads import make_head, whispering
 from harness import PROMPTS, assert_decodes_replayed, assert_no_leak, cpu_engine, greedy
 from oracle import expect, speculate
 from tiny import make_tiny
@@ -70,6 +71,22 @@ def test_lookup_in_several_rounds(models, pattern):
             assert rounds in rounds_taken(engine)
     assert found[0] == found[1]
     assert found[0][1]
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_a_draft_head_in_several_rounds(tmp_path, parallel):
+    """It reads hidden states that the round before has written; k=0 rounds write them too."""
+    target = str(whispering(tmp_path / "target"))
+    head = make_head(target, tmp_path / "head", parallel=parallel)
+    params = [greedy(length) for length in LENGTHS[1:]] + [greedy(21, temperature=0.8, seed=1)]
+    params[2] = greedy(30, k=0)
+    engine, one = (
+        cpu_engine(target, f"eagle:{head}", 3, steps_per_replay=rounds, **ONE_RUNG)
+        for rounds in (4, 1)
+    )
+    with engine, one:
+        assert_same_as_one_round(engine, one, PROMPTS, params)
+        assert engine.stats().accepted > 0
 
 
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
