@@ -22,7 +22,7 @@ _SIMULATED = tl.constexpr(SIMULATED)
     do_not_specialize=["token_stride", "column_stride"],
     do_not_specialize_on_alignment=[
         *("targets", "finite", "draft_ids", "num_drafted", "slots", "tokens"),
-        *("seq_len_column", "end_column", "packed", "num_accepted"),
+        *("seq_len_column", "end_column", "stop_ids", "packed", "num_accepted"),
     ],
 )
 def _accept_kernel(
@@ -34,6 +34,7 @@ def _accept_kernel(
     tokens,
     seq_len_column,
     end_column,
+    stop_ids,  # [S, NUM_STOPS] int64
     packed,  # [R, Q + 4] int64
     num_accepted,  # [R] int64
     rates,  # [Q - 1] float32 or None: simulated acceptance
@@ -42,6 +43,7 @@ def _accept_kernel(
     Q: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     SIMULATES: tl.constexpr,
+    NUM_STOPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_inputs(PDL)
@@ -65,18 +67,26 @@ def _accept_kernel(
     kept = tl.where(steps <= accepted, target, -1)
 
     active = tl.load(end_column + slot * column_stride) > seq_len
+    failed = tl.where(active, failed, 0)
     num_new = tl.where(active, accepted + 1 - failed, 0)
+    # The first token that ends the text is its last.
+    stops = tl.load(stop_ids + slot * NUM_STOPS + tl.arange(0, NUM_STOPS))
+    is_stop = tl.max((kept[:, None] == stops[None, :]).to(tl.int32), axis=1) > 0
+    before = tl.min(tl.where(is_stop & (steps < num_new), steps, BLOCK_Q), axis=0)
+    num_new = tl.minimum(num_new, before + 1)
     text = tokens + slot * token_stride + seq_len
     tl.store(text + steps, kept.to(tl.int32), mask=steps < num_new)
     if num_new > 0:
         tl.store(seq_len_column + slot * column_stride, seq_len + num_new)
+    if (before < BLOCK_Q) | (failed > 0):
+        tl.store(end_column + slot * column_stride, seq_len + num_new)
 
     out = packed + row * (Q + 4)
     tl.store(out + steps, kept, mask=inside)
     tl.store(out + Q, num_new.to(tl.int64))
     tl.store(out + Q + 1, drafted)
     tl.store(out + Q + 2, accepted.to(tl.int64))
-    tl.store(out + Q + 3, tl.where(active, failed, 0).to(tl.int64))
+    tl.store(out + Q + 3, failed.to(tl.int64))
     tl.store(num_accepted + row, accepted.to(tl.int64))
 
 
@@ -104,6 +114,7 @@ def accept_and_commit(
         state.tokens,
         state.seq_len,
         state.end,
+        state.stop_ids,
         packed,
         num_accepted,
         rates,
@@ -112,6 +123,7 @@ def accept_and_commit(
         Q=query_len,
         BLOCK_Q=triton.next_power_of_2(query_len),
         SIMULATES=rates is not None,
+        NUM_STOPS=state.stop_ids.shape[1],
         num_warps=1,
         **pdl_options(targets),
     )

@@ -86,10 +86,13 @@ def mixed_kernel(
         key_cache + head * D,
         value_cache + head * D,
         block_table + req.to(tl.int64) * table_stride,
+        0,
+        False,
         scale_log2,
         cap_scale,
         D,
         BLOCK_M,
+        BLOCK_D,
         BLOCK_D,
         BLOCK_SIZE,
         NUM_KV_HEADS * D,
@@ -99,6 +102,7 @@ def mixed_kernel(
         WINDOW > 0,
         CAPPED,
         PRECISION,
+        False,
     )
     target = out + (token * (NUM_KV_HEADS * GROUP * D) + column)[:, None] + features[None, :]
     tl.store(target, tl.trans(normalise(mass, acc).to(out.dtype.element_ty)), mask=mask)

@@ -77,12 +77,13 @@ def attend_leaf(
     leaf,  # which leaf
     num_keys,  # keys at or past this are not read
     key_cache,  # at the first slot's row of this head
-    value_cache,
-    block_table,  # at the request's row
+    value_cache,  # the same, at the first of the BLOCK_V features that are wanted
+    blocks,  # [LEAF] int32: the block of each key
     scale_log2,
     cap_scale,  # what a product is multiplied by inside the tanh; read where CAPPED
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     SLOT_STRIDE: tl.constexpr,
     LEAF: tl.constexpr,
@@ -90,16 +91,19 @@ def attend_leaf(
     CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One leaf for a tile of query rows: (top [M], mass [M], acc [D, M]) in float32."""
+    """One leaf for a tile of query rows: (top [M], mass [M], acc [BLOCK_V, M]) in float32."""
     keys = leaf * LEAF + tl.arange(0, LEAF)
     held = keys < num_keys
-    block = tl.load(block_table + keys // BLOCK_SIZE, mask=held, other=0).to(tl.int64)
-    slot = block * BLOCK_SIZE + keys % BLOCK_SIZE
+    slot = blocks.to(tl.int64) * BLOCK_SIZE + keys % BLOCK_SIZE
     features = tl.arange(0, BLOCK_D)
     offsets = slot[:, None] * SLOT_STRIDE + features[None, :]
     mask = held[:, None] & (features < D)[None, :]
     k = tl.load(key_cache + offsets, mask=mask, other=0.0)
-    v = tl.load(value_cache + offsets, mask=mask, other=0.0)
+    if BLOCK_V == BLOCK_D:
+        v = tl.load(value_cache + offsets, mask=mask, other=0.0)
+    else:
+        some = slot[:, None] * SLOT_STRIDE + tl.arange(0, BLOCK_V)[None, :]
+        v = tl.load(value_cache + some, mask=held[:, None], other=0.0)
 
     scores = tl.dot(k, q, input_precision=PRECISION)  # [LEAF, BLOCK_M]
     if CAPPED:
@@ -127,12 +131,15 @@ def attend_leaves(
     num_keys,
     key_cache,
     value_cache,
-    block_table,
+    block_table,  # at the request's row
+    known,  # with EARLY: [LEAF] int32, the blocks of the only leaf, if ``is_known``
+    is_known,
     scale_log2,
     cap_scale,
     D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     SLOT_STRIDE: tl.constexpr,
     LEAF: tl.constexpr,
@@ -141,15 +148,23 @@ def attend_leaves(
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """The part of the leaves ``first_leaf .. end_leaf - 1``, folded as the tree says.
 
     The range lies within one node, or begins and ends at nodes' borders (or the last leaf); leaves
     that no row sees may be missing at its beginning.
     """
-    top, mass, acc = empty_part(BLOCK_M, BLOCK_D)
-    node_top, node_mass, node_acc = empty_part(BLOCK_M, BLOCK_D)
+    top, mass, acc = empty_part(BLOCK_M, BLOCK_V)
+    node_top, node_mass, node_acc = empty_part(BLOCK_M, BLOCK_V)
     for leaf in tl.range(first_leaf, end_leaf, num_stages=STAGES):
+        keys = leaf * LEAF + tl.arange(0, LEAF)
+        if EARLY:
+            wanted = (keys < num_keys) & (is_known == 0)
+            blocks = tl.load(block_table + keys // BLOCK_SIZE, mask=wanted, other=0)
+            blocks = tl.where(is_known, known, blocks)
+        else:
+            blocks = tl.load(block_table + keys // BLOCK_SIZE, mask=keys < num_keys, other=0)
         leaf_top, leaf_mass, leaf_acc = attend_leaf(
             q,
             last,
@@ -158,11 +173,12 @@ def attend_leaves(
             num_keys,
             key_cache,
             value_cache,
-            block_table,
+            blocks,
             scale_log2,
             cap_scale,
             D,
             BLOCK_D,
+            BLOCK_V,
             BLOCK_SIZE,
             SLOT_STRIDE,
             LEAF,
@@ -175,7 +191,7 @@ def attend_leaves(
         )
         if leaf % NODE == NODE - 1:
             top, mass, acc = fold(top, mass, acc, node_top, node_mass, node_acc, scale_log2)
-            node_top, node_mass, node_acc = empty_part(BLOCK_M, BLOCK_D)
+            node_top, node_mass, node_acc = empty_part(BLOCK_M, BLOCK_V)
     return fold(top, mass, acc, node_top, node_mass, node_acc, scale_log2)
 
 

@@ -67,6 +67,10 @@ class TileConfig:
     num_warps: int
     stages: int
     programs_per_sm: int = 1
+    # For uniform batches: slices of the values' features, each a program's own (the head size is
+    # then a power of two), and whether blocks and parts are asked for before they are needed.
+    slices: int = 1
+    ahead: bool = False
 
 
 def max_tile_rows(block_d: int, itemsize: int) -> int:
@@ -193,10 +197,13 @@ def paged_attention(
     config = config or default_config(block_m, block_d, leaf, query, tiles_of_batch)
     programs = num_programs(query.device, config.programs_per_sm)
     multiprocessors = num_programs(query.device, 1)
+    assert config.slices == 1 or head_size == block_d, (config, head_size)
+    value_size, block_v = head_size // config.slices, block_d // config.slices
+    tiles_of_batch *= config.slices
     max_leaves = triton.cdiv(table_width * block_size, leaf)
     # Rows of a part in fours and parts in lines of 128 bytes, for wide and unshared accesses.
     part_rows = 4 * triton.cdiv(tile_rows, 4)
-    part_size = 32 * triton.cdiv(part_rows * (head_size + 2), 32)
+    part_size = 32 * triton.cdiv(part_rows * (value_size + 2), 32)
     max_items = min(
         tiles_of_batch * triton.cdiv(max_leaves, NODE), MAX_SCRATCH_BYTES // (4 * part_size)
     )
@@ -220,6 +227,10 @@ def paged_attention(
         scale_log2,
         cap_scale,
         Q=max_query_len,
+        DV=value_size,
+        BLOCK_V=block_v,
+        SLICES=config.slices,
+        AHEAD=config.ahead,
         TILES=tiles,
         TILE_ROWS=tile_rows,
         PART=part_size,

@@ -30,6 +30,34 @@ def _leaves_before_window(context_lens, leaves, LEAF: tl.constexpr, WINDOW: tl.c
 
 
 @triton.jit
+def _load_part(
+    parts,
+    index,
+    num_units,
+    first_item,
+    item_stride,
+    rows,
+    row_mask,
+    PART: tl.constexpr,
+    PART_ROWS: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """The stored part of unit ``index``; the part of no key where there is no such unit."""
+    row_mask = row_mask & (index >= 0) & (index < num_units)
+    features = tl.arange(0, BLOCK_V)
+    part = parts + tl.cast(first_item + index * item_stride, tl.int64) * PART
+    offsets = features[:, None] * PART_ROWS + rows[None, :]
+    mask = (features < DV)[:, None] & row_mask[None, :]
+    # Written by other programs of this launch, so not to be looked up in this one's L1 cache.
+    acc = tl.load(part + offsets, mask=mask, other=0.0, cache_modifier=".cg")
+    sums = part + PART_ROWS * DV + rows
+    top = tl.load(sums, mask=row_mask, other=float("-inf"), cache_modifier=".cg")
+    mass = tl.load(sums + PART_ROWS, mask=row_mask, other=0.0, cache_modifier=".cg")
+    return top, mass, acc
+
+
+@triton.jit
 def fold_parts(
     parts,
     first_item,
@@ -42,33 +70,62 @@ def fold_parts(
     scale_log2,
     PART: tl.constexpr,
     PART_ROWS: tl.constexpr,
-    D: tl.constexpr,
+    DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     NODE: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """Fold the stored parts of one tile in the order of the tree. Units are leaves or nodes, of
     which ``first_unit`` is the first that was stored.
+
+    With AHEAD the parts of a node's worth of units are all asked for before the first is folded.
     """
-    features = tl.arange(0, BLOCK_D)
-    offsets = features[:, None] * PART_ROWS + rows[None, :]
-    mask = (features < D)[:, None] & row_mask[None, :]
-    top, mass, acc = empty_part(BLOCK_M, BLOCK_D)
-    node_top, node_mass, node_acc = empty_part(BLOCK_M, BLOCK_D)
+    top, mass, acc = empty_part(BLOCK_M, BLOCK_V)
+    node_top, node_mass, node_acc = empty_part(BLOCK_M, BLOCK_V)
     units_per_node = NODE // unit
-    for index in tl.range(0, num_units, num_stages=3):
-        part = parts + tl.cast(first_item + index * item_stride, tl.int64) * PART
-        # Written by other programs of this launch, so not to be looked up in this one's L1 cache.
-        part_acc = tl.load(part + offsets, mask=mask, other=0.0, cache_modifier=".cg")
-        sums = part + PART_ROWS * D + rows
-        part_top = tl.load(sums, mask=row_mask, other=float("-inf"), cache_modifier=".cg")
-        part_mass = tl.load(sums + PART_ROWS, mask=row_mask, other=0.0, cache_modifier=".cg")
-        node_top, node_mass, node_acc = fold(
-            node_top, node_mass, node_acc, part_top, part_mass, part_acc, scale_log2
-        )
-        if (first_unit + index) % units_per_node == units_per_node - 1:
-            top, mass, acc = fold(top, mass, acc, node_top, node_mass, node_acc, scale_log2)
-            node_top, node_mass, node_acc = empty_part(BLOCK_M, BLOCK_D)
+    if AHEAD:
+        tl.static_assert(NODE == 4)
+        for index in range(-(first_unit % units_per_node), num_units, 4):
+            # Written out: a list of tensors does not outlive an iteration.
+            t0, m0, a0 = _load_part(
+                parts, index, num_units, first_item, item_stride, rows, row_mask,
+                PART, PART_ROWS, DV, BLOCK_V,
+            )  # fmt: skip
+            t1, m1, a1 = _load_part(
+                parts, index + 1, num_units, first_item, item_stride, rows, row_mask,
+                PART, PART_ROWS, DV, BLOCK_V,
+            )  # fmt: skip
+            t2, m2, a2 = _load_part(
+                parts, index + 2, num_units, first_item, item_stride, rows, row_mask,
+                PART, PART_ROWS, DV, BLOCK_V,
+            )  # fmt: skip
+            t3, m3, a3 = _load_part(
+                parts, index + 3, num_units, first_item, item_stride, rows, row_mask,
+                PART, PART_ROWS, DV, BLOCK_V,
+            )  # fmt: skip
+            if units_per_node == 1:
+                top, mass, acc = fold(top, mass, acc, t0, m0, a0, scale_log2)
+                top, mass, acc = fold(top, mass, acc, t1, m1, a1, scale_log2)
+                top, mass, acc = fold(top, mass, acc, t2, m2, a2, scale_log2)
+                top, mass, acc = fold(top, mass, acc, t3, m3, a3, scale_log2)
+            else:
+                t0, m0, a0 = fold(t0, m0, a0, t1, m1, a1, scale_log2)
+                t0, m0, a0 = fold(t0, m0, a0, t2, m2, a2, scale_log2)
+                t0, m0, a0 = fold(t0, m0, a0, t3, m3, a3, scale_log2)
+                top, mass, acc = fold(top, mass, acc, t0, m0, a0, scale_log2)
+    else:
+        for index in tl.range(0, num_units, num_stages=3):
+            part_top, part_mass, part_acc = _load_part(
+                parts, index, num_units, first_item, item_stride, rows, row_mask,
+                PART, PART_ROWS, DV, BLOCK_V,
+            )  # fmt: skip
+            node_top, node_mass, node_acc = fold(
+                node_top, node_mass, node_acc, part_top, part_mass, part_acc, scale_log2
+            )
+            if (first_unit + index) % units_per_node == units_per_node - 1:
+                top, mass, acc = fold(top, mass, acc, node_top, node_mass, node_acc, scale_log2)
+                node_top, node_mass, node_acc = empty_part(BLOCK_M, BLOCK_V)
     return fold(top, mass, acc, node_top, node_mass, node_acc, scale_log2)
 
 
@@ -81,8 +138,8 @@ def uniform_kernel(
     context_lens,
     seq_lens,
     out,
-    parts,  # [items, PART] float32: acc [D, PART_ROWS], top and mass [PART_ROWS] of each item
-    counters,  # [R * G * TILES] int32: parts that have arrived
+    parts,  # [items, PART] float32: acc [DV, PART_ROWS], top and mass [PART_ROWS] of each item
+    counters,  # [R * G * TILES * SLICES] int32: parts that have arrived
     num_reqs,
     query_stride,
     table_stride,
@@ -95,8 +152,11 @@ def uniform_kernel(
     NUM_KV_HEADS: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILES: tl.constexpr,
+    SLICES: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     PART: tl.constexpr,
     PART_ROWS: tl.constexpr,
@@ -108,23 +168,31 @@ def uniform_kernel(
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
+    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Q query rows for every request; the keys of a request are shared out among programs.
 
-    An item is (unit of keys, head, tile). The unit, which no bit depends on, is a leaf where that
-    still gives each multiprocessor at most an item, else a node. It is all keys where a tile is at
-    most a third of a multiprocessor's share, so that whole tiles balance, or where there are more
-    nodes than room for their parts. Whoever stores the last part of a tile folds them all.
+    An item is (unit of keys, head, tile, slice of the values' features). The unit, which no bit
+    depends on, is a leaf where that still gives each multiprocessor at most an item, else a node.
+    It is all keys where a tile is at most a third of a multiprocessor's share, so that whole tiles
+    balance, or where there are more nodes than room for their parts. Whoever stores the last part
+    of a slice folds them all. Slices share out values and folding; each computes the scores anew.
     """
     wait_for_inputs(PDL)
+    heads_and_tiles = NUM_KV_HEADS * TILES * SLICES
+    early: tl.constexpr = AHEAD and BLOCK_R == 1 and WINDOW == 0
+    known = 0
+    if early:
+        # Blocks of this program's item where units are leaves, asked for beside the lengths.
+        keys = tl.program_id(0) // heads_and_tiles * LEAF + tl.arange(0, LEAF)
+        known = tl.load(block_table + tl.minimum(keys // BLOCK_SIZE, table_stride - 1))
     requests = tl.arange(0, BLOCK_R)
     present = requests < num_reqs
     contexts = tl.load(context_lens + requests, mask=present, other=0)
     lens = tl.minimum(contexts + Q, tl.load(seq_lens + requests, mask=present, other=0))
     leaves = (tl.maximum(lens, 0) + LEAF - 1) // LEAF
     skipped = _leaves_before_window(contexts, leaves, LEAF, WINDOW)
-    heads_and_tiles = NUM_KV_HEADS * TILES
     # A request without keys still has an item, which writes its zeros.
     least = present.to(tl.int32)
     unit = 1
@@ -142,8 +210,9 @@ def uniform_kernel(
 
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         place = item % heads_and_tiles
-        head = place // TILES
-        tile = place % TILES
+        head = place // (TILES * SLICES)
+        tile = place // SLICES % TILES
+        first_value = place % SLICES * BLOCK_V
         flat = item // heads_and_tiles
         req = tl.sum((ends <= flat).to(tl.int32))
         num_units = scalar_at(units, req, BLOCK_R)
@@ -179,13 +248,16 @@ def uniform_kernel(
             tl.minimum(num_leaves - first_leaf, unit) + first_leaf,
             num_keys,
             key_cache + head * D,
-            value_cache + head * D,
+            value_cache + head * D + first_value,
             block_table + req.to(tl.int64) * table_stride,
+            known,
+            unit == 1,
             scale_log2,
             cap_scale,
             D,
             BLOCK_M,
             BLOCK_D,
+            BLOCK_V,
             BLOCK_SIZE,
             NUM_KV_HEADS * D,
             LEAF,
@@ -194,15 +266,17 @@ def uniform_kernel(
             WINDOW > 0,
             CAPPED,
             PRECISION,
+            early,
         )
 
+        values = tl.arange(0, BLOCK_V)
         is_last = num_units == 1
         if num_units > 1:
             part = parts + tl.cast(item, tl.int64) * PART
-            offsets = features[:, None] * PART_ROWS + rows[None, :]
-            tl.store(part + offsets, acc, mask=(features < D)[:, None] & row_mask[None, :])
-            tl.store(part + PART_ROWS * D + rows, top, mask=row_mask)
-            tl.store(part + PART_ROWS * (D + 1) + rows, mass, mask=row_mask)
+            offsets = values[:, None] * PART_ROWS + rows[None, :]
+            tl.store(part + offsets, acc, mask=(values < DV)[:, None] & row_mask[None, :])
+            tl.store(part + PART_ROWS * DV + rows, top, mask=row_mask)
+            tl.store(part + PART_ROWS * (DV + 1) + rows, mass, mask=row_mask)
             # All threads have stored before one of them announces it.
             tl.debug_barrier()
             counter = counters + req * heads_and_tiles + place
@@ -221,12 +295,14 @@ def uniform_kernel(
                     scale_log2,
                     PART,
                     PART_ROWS,
-                    D,
+                    DV,
                     BLOCK_M,
-                    BLOCK_D,
+                    BLOCK_V,
                     NODE,
+                    AHEAD,
                 )
         if is_last:
-            target = out + (token * (NUM_KV_HEADS * GROUP * D) + column)[:, None]
+            target = out + (token * (NUM_KV_HEADS * GROUP * D) + column + first_value)[:, None]
             result = tl.trans(normalise(mass, acc).to(out.dtype.element_ty))
-            tl.store(target + features[None, :], result, mask=mask)
+            stored = row_mask[:, None] & (values < DV)[None, :]
+            tl.store(target + values[None, :], result, mask=stored)

@@ -207,6 +207,7 @@ def latent_kernel(
                     BLOCK_M,
                     BLOCK_C,
                     NODE,
+                    False,
                 )
         if is_last:
             target = out + (token * (H * C) + (index % H) * C)[:, None] + features[None, :]

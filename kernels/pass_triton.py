@@ -26,6 +26,7 @@ class StateTensors(NamedTuple):
     k: Tensor  # [S] int64
     draft_len: Tensor  # [S] int64
     adapter: Tensor  # [S] int64
+    stop_ids: Tensor  # [S, a power of two] int64: tokens that end a text; -1 is none
     block_size: int
 
 

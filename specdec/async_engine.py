@@ -39,6 +39,7 @@ class _Caller:
     group: list[Request]
     loop: asyncio.AbstractEventLoop
     events: "asyncio.Queue[StreamEvent | BaseException | None]"
+    streamed: bool
 
     def send(self, item: StreamEvent | BaseException | None) -> None:
         # A closed event loop refuses: nobody reads this any more.
@@ -83,7 +84,7 @@ class AsyncEngine:
         Raises what ``Engine.stream`` raises for a bad request, EngineOverloadedError, and
         EngineDeadError.
         """
-        caller = await self._submit(prompt, params, lora)
+        caller = await self._submit(prompt, params, lora, streamed=True)
         try:
             while (item := await caller.events.get()) is not None:
                 if isinstance(item, BaseException):
@@ -128,7 +129,12 @@ class AsyncEngine:
     # -- the callers' side ------------------------------------------------------------------------
 
     async def _submit(
-        self, prompt: Prompt, params: SamplingParams | None, lora: str | None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        lora: str | None,
+        *,
+        streamed: bool = False,
     ) -> _Caller:
         with self._held_lock:
             if self._held >= self.max_waiting:
@@ -136,7 +142,7 @@ class AsyncEngine:
                     f"{self._held} requests run or wait; max_waiting is {self.max_waiting}"
                 )
             self._held += 1
-        caller = _Caller([], asyncio.get_running_loop(), asyncio.Queue())
+        caller = _Caller([], asyncio.get_running_loop(), asyncio.Queue(), streamed)
         try:
             await asyncio.wrap_future(self._enqueue(self._add, caller, prompt, params, lora))
         except BaseException:
@@ -227,7 +233,7 @@ class AsyncEngine:
     ) -> None:
         if self._failure is not None:
             raise EngineDeadError("the engine has failed") from self._failure
-        caller.group = self.engine.add_request(prompt, params, lora)
+        caller.group = self.engine.add_request(prompt, params, lora, streamed=caller.streamed)
         self._callers.add(caller)
 
     def _drop(self, caller: _Caller) -> None:

@@ -21,6 +21,7 @@ from specdec.intake import Intake
 from specdec.kernels.linear import configure_exact_blas
 from specdec.kv_blocks import kv_blocks
 from specdec.lora import LoraManager
+from specdec.rounds import RoundsChoice, make_rounds_choice
 from specdec.runner import Runner
 from specdec.scheduler import Scheduler
 from specdec.sources import Source, dtype_of, load_source, read_source
@@ -57,6 +58,7 @@ class Parts:
     capture_seconds: float
     adaptive: AdaptiveK | None
     attention: BackendChoice  # of the target
+    rounds: RoundsChoice
 
 
 def build(
@@ -139,7 +141,8 @@ def build(
     if drafter is not None:
         drafter.attach(state, num_blocks, limits.max_k)
     query_lens = list(full_lens) or query_lens
-    dispatcher = make_dispatcher(config, state, mode, query_lens)
+    rounds = make_rounds_choice(config, drafter, mode, device)
+    dispatcher = make_dispatcher(config, state, mode, query_lens, rounds.counts)
     flat = make_flat_model(config, target, kv_cache, state, dispatcher)
     step = DecodeStep(
         model=target,
@@ -162,6 +165,7 @@ def build(
         memory_limit=config.graph_memory_limit,
         debug=config.debug,
         verify=config.verify_graphs,
+        rounds_at_start=rounds.is_asked_for,
     )
     scheduler = Scheduler(
         max_num_seqs=limits.max_num_seqs,
@@ -209,6 +213,7 @@ def build(
         capture_seconds=capture_seconds,
         adaptive=AdaptiveK(runner.decode_costs()) if adapts else None,
         attention=attention,
+        rounds=rounds,
     )
 
 

@@ -59,6 +59,9 @@ class EngineConfig:
             own text; 0 for none.
         k_max: the widest draft of an engine with k="auto".
         extra_k: further draft widths, each with graphs of its own, beside 0 and the engine's k.
+        steps_per_replay: decode steps in one replay of a graph, 1 to 8: the host works once for all
+            of them, and a stream's tokens come that many steps at once. "auto" is 1, or 4 on a GPU
+            where the host is the limit and no text is streamed (see ``RoundsChoice``).
         async_scheduling: launch a step before the last one's tokens are read; "auto" on a GPU.
         capture: "eager" captures all greedy keys at start-up, "lazy" each key on first use. Off a
             GPU, graphs of batches with prompts are always captured on first use.
@@ -97,6 +100,7 @@ class EngineConfig:
     suffix_history: int = DEFAULT_HISTORY
     k_max: int = 4
     extra_k: Sequence[int] = ()
+    steps_per_replay: int | str = "auto"
     async_scheduling: bool | str = "auto"
     capture: str = "eager"
     graph_memory_limit: int | None = None
@@ -134,6 +138,12 @@ class EngineConfig:
         _check_positive("graph_memory_limit", self.graph_memory_limit)
         for name in ("max_loras", "max_lora_rank"):
             _check_positive(name, getattr(self, name))
+        if self.steps_per_replay != "auto":
+            _check_positive("steps_per_replay", self.steps_per_replay)
+            if self.steps_per_replay not in range(1, 9):
+                raise ValueError(
+                    f"steps_per_replay must be 'auto' or 1 to 8, got {self.steps_per_replay!r}"
+                )
         self._check_adapters()
         for name in ("exact", "async_scheduling"):
             if getattr(self, name) not in (True, False, "auto"):

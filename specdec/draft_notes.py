@@ -1,8 +1,9 @@
 """What a drafter is told about requests that come and go, and what is counted of its drafts."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from specdec.drafters.base import Drafter
+from specdec.outputs import EngineStats
 from specdec.request import Request
 
 
@@ -26,6 +27,18 @@ def from_sources(
     first, second = drafter.sources
     of_first = min(drafted, num_from_first), min(accepted, num_from_first)
     return {first: of_first, second: (drafted - of_first[0], accepted - of_first[1])}
+
+
+def count(
+    stats: EngineStats, drafter: Drafter | None, tally: Mapping[tuple[str, int, int, int], int]
+) -> None:
+    """Add rows' steps to the totals: times of (adapter, drafted, accepted, of the first drafter).
+
+    The engine only counts them as they come, since it does so for every row of every step.
+    """
+    for (adapter, drafted, accepted, of_first), times in tally.items():
+        sources = from_sources(drafter, drafted, accepted, of_first)
+        stats.record(adapter, drafted, accepted, sources, times)
 
 
 def after_end(drafter: Drafter | None, request: Request) -> None:

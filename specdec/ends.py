@@ -55,24 +55,26 @@ def commit(request: Request, tail: TextTail, result: RowResult) -> int:
 
     Returns how many tokens were committed; the rest of the run counts nowhere.
     """
-    committed = 0
-    now = time.perf_counter()
-    for token in result.token_ids:
-        if request.grammar is not None and not request.grammar.accept(token):
+    committed, room = 0, request.remaining
+    grammar, stop_ids = request.grammar, request.stop_ids
+    for token in result.token_ids[:room]:
+        if grammar is not None and not grammar.accept(token):
             # A format without a way on from here: no token was allowed.
             request.finish_reason = "error"
             break
-        request.output_ids.append(token)
-        request.token_times.append(now)
-        if request.params.logprobs is not None and result.logprobs is not None:
-            request.logprobs.append(_logprob(token, request, *result.logprobs[committed]))
         committed += 1
-        if token in request.stop_ids or tail.push(token):
+        if token in stop_ids or tail.push(token):
             request.finish_reason = "stop"
             break
-        if request.num_committed >= request.end:
+    else:
+        if committed == room:
             request.finish_reason = "length"
-            break
+    kept = result.token_ids[:committed]
+    request.output_ids += kept
+    request.token_times += [time.perf_counter()] * committed
+    if request.params.logprobs is not None and result.logprobs is not None:
+        for token, row in zip(kept, result.logprobs, strict=False):
+            request.logprobs.append(_logprob(token, request, *row))
     if request.finish_reason is None and result.failed:
         request.finish_reason = "error"
     if request.finish_reason is not None:

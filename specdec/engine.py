@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -17,8 +17,9 @@ from specdec.intake import Intake, Prompt
 from specdec.launch import Launched, launch
 from specdec.lora import LoraManager, lora_names
 from specdec.outputs import EngineStats, Generation, StepRecord
-from specdec.params import SamplingParams
+from specdec.params import SamplingParams, params_of
 from specdec.request import Request
+from specdec.rounds import RoundsChoice
 from specdec.scheduler import StepPlan
 from specdec.stream import Stream
 from specdec.verifier.batch import RowResult
@@ -74,7 +75,9 @@ class Engine:
         self._intake: Intake = parts.intake
         self._lora: LoraManager = parts.lora
         self._adaptive = parts.adaptive
+        self._rounds: RoundsChoice = parts.rounds
         self._last_decode: float | None = None  # when the last of a run of decode-only steps ended
+        self._waited = 0.0  # seconds since then that the host waited for the device
         # A drafter on the host reads the newest tokens, so its steps cannot overlap.
         host_drafts = self.drafter is not None and not self.drafter.capturable
         wanted = parts.config.async_scheduling
@@ -89,6 +92,8 @@ class Engine:
             free_kv_blocks=self._pool.num_free,
             steps_by_mode={"FULL": 0, "PIECEWISE": 0, "NONE": 0},
         )
+        # Decode steps of rows that are not in the totals yet, see ``draft_notes.count``.
+        self._tally: Counter[tuple[str, int, int, int]] = Counter()
         self._closed = False
 
     # -- what a user calls ------------------------------------------------------------------------
@@ -107,7 +112,7 @@ class Engine:
             raise TypeError(f"prompt must be a string or a list, got {type(prompts).__name__}")
         single = isinstance(prompts, str) or not prompts or not _is_prompt(prompts[0])
         many: list[Any] = [prompts] if single else list(prompts)
-        requests = zip(many, self._params_for(many, params), lora_names(many, lora), strict=True)
+        requests = zip(many, params_of(many, params), lora_names(many, lora), strict=True)
         groups = [self._intake.make(*request) for request in requests]
         for group in groups:
             self._admit(group)
@@ -125,13 +130,23 @@ class Engine:
         self, prompt: Prompt, params: SamplingParams | None = None, lora: str | None = None
     ) -> Stream:
         """Generate one prompt, yielding what each step adds. Closing the iterator aborts it."""
-        return Stream(self, self.add_request(prompt, params, lora))
+        return Stream(self, self.add_request(prompt, params, lora, streamed=True))
 
     def add_request(
-        self, prompt: Prompt, params: SamplingParams | None = None, lora: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        lora: str | None = None,
+        *,
+        streamed: bool = False,
     ) -> list[Request]:
-        """Queue a request, one per choice; ``step`` runs it. For callers with their own loop."""
+        """Queue a request, one per choice; ``step`` runs it. For callers with their own loop.
+
+        ``streamed``: somebody waits for each token, so ``steps_per_replay="auto"`` keeps to 1.
+        """
         group = self._intake.make(prompt, params or SamplingParams(), lora)
+        for request in group:
+            request.streamed = streamed
         self._admit(group)
         return group
 
@@ -185,6 +200,8 @@ class Engine:
         self._stats.free_kv_blocks = self._pool.num_free
         self._stats.preemptions = self._scheduler.num_preemptions
         self._stats.adapter_loads = self._lora.num_loads
+        draft_notes.count(self._stats, self.drafter, self._tally)
+        self._tally.clear()
         return copy.deepcopy(self._stats)
 
     def recent_steps(self, n: int = 100) -> list[StepRecord]:
@@ -217,14 +234,16 @@ class Engine:
     def step(self) -> None:
         """Schedule, launch (draft, verify and accept in one replay), then commit.
 
-        On a GPU the results committed here are those of the step before.
+        On a GPU the results committed here are those of the step before. With several steps per
+        replay this is all of them.
         """
         if self._adaptive is not None:
             self._adapt(self._adaptive)
         if self._num_grammars:
             # A row with a grammar needs its newest tokens on the host before it goes on.
             self._drain()
-        plan = self._scheduler.schedule(may_preempt=not self._launched)
+        rounds = self._rounds.choose(self._scheduler.running)
+        plan = self._scheduler.schedule(may_preempt=not self._launched, rounds=rounds)
         if plan is None:
             return self._drain()
         of_last_step = len(self._launched)
@@ -243,8 +262,7 @@ class Engine:
             self._drain(of_last_step)
         else:
             self._drain()
-        if self._adaptive is not None:
-            self._note_cost(self._adaptive, plan)
+        self._note_cost(plan)
 
     def _adapt(self, adaptive: AdaptiveK) -> None:
         """Give the rows that adapt the k that promises the most tokens per second now."""
@@ -257,20 +275,23 @@ class Engine:
             if changed:
                 self._runner.write_k([request.row for request in changed], k)
 
-    def _note_cost(self, adaptive: AdaptiveK, plan: StepPlan) -> None:
-        """Between two steps of decode rows alone lies what one of them takes."""
+    def _note_cost(self, plan: StepPlan) -> None:
+        """Between two launches of decode rows alone lies what one of them takes."""
         now = time.perf_counter()
         alone = bool(plan.decodes) and not plan.prefills
         if alone and self._last_decode is not None:
-            adaptive.observe_cost(len(plan.decodes), plan.k, now - self._last_decode)
-        self._last_decode = now if alone else None
+            seconds, rounds = now - self._last_decode, self._records[-1].rounds
+            if self._adaptive is not None:
+                self._adaptive.observe_cost(len(plan.decodes), plan.k, seconds / rounds)
+            self._rounds.observe(rounds, seconds, self._waited)
+        self._last_decode, self._waited = now if alone else None, 0.0
 
     def _install(self, plan: StepPlan) -> None:
         """Write the rows and block tables that this plan adds."""
-        state = self._runner.state
         self._lora.load_pending()
-        for request, first, blocks in plan.new_blocks:
-            state.write_blocks(request.row, first, blocks)
+        if plan.new_blocks:
+            entries = [(each.row, first, new) for each, first, new in plan.new_blocks]
+            self._runner.state.write_blocks(entries)
         for request in plan.admitted:
             self._runner.install(request)
         draft_notes.before_step(self.drafter, plan.admitted)
@@ -279,7 +300,7 @@ class Engine:
         """Keep what has been launched until it is read, and note which graphs it took."""
         for each in launched:
             for request in each.requests:
-                request.passes_in_flight += 1
+                request.passes_in_flight += each.rounds
                 request.tokens_in_flight += each.most_tokens
         self._launched.extend(launched)
         for record in records:
@@ -291,13 +312,15 @@ class Engine:
             self._commit(self._launched.popleft())
 
     def _commit(self, launched: Launched) -> None:
-        """Read a pass's results and append them to its requests."""
-        for request, result in zip(launched.requests, launched.results.read(), strict=True):
-            request.passes_in_flight -= 1
+        """Read a launch's results and append them to its requests."""
+        self._waited += launched.results.wait()
+        for request, results in zip(launched.requests, launched.results.read(), strict=True):
+            request.passes_in_flight -= launched.rounds
             request.tokens_in_flight -= launched.most_tokens
-            # What the device ran after a request's end is counted nowhere.
-            if request.finish_reason is None:
-                self._commit_row(request, result, launched.is_decode)
+            for result in results:
+                # What the device ran after a request's end is counted nowhere.
+                if request.finish_reason is None:
+                    self._commit_row(request, result, launched.is_decode)
 
     def _commit_row(self, request: Request, result: RowResult, is_decode: bool) -> None:
         tail = self._tails[request]
@@ -307,11 +330,8 @@ class Engine:
             request.stats.record(result.num_drafted, accepted, committed)
             if self._adaptive is not None:
                 self._adaptive.observe(result.num_drafted, result.num_accepted)
-            drafted = result.num_drafted
-            sources = draft_notes.from_sources(
-                self.drafter, drafted, accepted, result.num_from_first
-            )
-            self._stats.record(request.adapter_name, drafted, accepted, sources)
+            drafted, first = result.num_drafted, result.num_from_first
+            self._tally[request.adapter_name, drafted, accepted, first] += 1
         request.events.append(event(request, tail, committed))
         if request.finish_reason != "error":
             self._scheduler.publish(request)
@@ -349,17 +369,6 @@ class Engine:
                 request.finish_reason = "abort"
                 request.events.append(event(request, tail, 0))
                 self._retire(request)
-
-    def _params_for(
-        self, prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[SamplingParams]:
-        if params is None or isinstance(params, SamplingParams):
-            return [params or SamplingParams()] * len(prompts)
-        if not isinstance(params, Sequence):
-            raise TypeError(f"params must be SamplingParams or a list of them, got {params!r}")
-        if len(params) != len(prompts):
-            raise ValueError(f"params: {len(params)} given for {len(prompts)} prompts")
-        return list(params)
 
     def generation(self, group: list[Request]) -> Generation:
         """The result of a request that ``add_request`` queued and that has ended."""

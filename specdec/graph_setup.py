@@ -17,7 +17,11 @@ MAX_MIXED_TOKENS_OFF_GPU = 64
 
 
 def make_dispatcher(
-    config: EngineConfig, state: DecodeState, mode: CUDAGraphMode, query_lens: Sequence[int]
+    config: EngineConfig,
+    state: DecodeState,
+    mode: CUDAGraphMode,
+    query_lens: Sequence[int],
+    rounds: Sequence[int] = (),
 ) -> CudagraphDispatcher:
     """The keys of the decode pass and of batches with prompts.
 
@@ -34,6 +38,7 @@ def make_dispatcher(
         uniform_query_lens=tuple(query_lens),
         uniform_request_counts=config.uniform_request_counts,
         max_num_batched_tokens=most,
+        rounds=rounds,
     )
     return dispatcher
 

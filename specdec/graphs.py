@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -31,11 +31,13 @@ class UniformPass:
     """One kind of uniform pass: what it runs, its graphs, and which of them exist."""
 
     role: str
-    run: Callable[[int, int, bool, bool], PassOutput]  # num_reqs, k, sampled, has_lora
+    # num_reqs, k, sampled, has_lora, and rounds where there are several
+    run: Callable[..., PassOutput]
     wrapper: CUDAGraphWrapper
     dispatcher: CudagraphDispatcher
     reads_adapters: bool  # else it runs as for base rows, whatever rows are in the batch
     at_start: bool  # its greedy graphs are captured before the first request
+    rounds_at_start: bool  # those of several rounds too
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +47,13 @@ class _Key:
     of: UniformPass | None
     mode: CUDAGraphMode
     descriptor: BatchDescriptor
+    rounds: int = 1
 
     def __str__(self) -> str:
         role = "target" if self.of is None else self.of.role
         shape = self.descriptor
-        return f"{role} {self.mode} of {shape.num_tokens} tokens, {shape.num_reqs} requests"
+        times = f"{self.rounds} rounds of " if self.rounds > 1 else ""
+        return f"{role} {self.mode} of {times}{shape.num_tokens} tokens, {shape.num_reqs} requests"
 
 
 class Progress(Protocol):
@@ -90,11 +94,12 @@ class EngineGraphs:
     def add_pass(
         self,
         role: str,
-        run: Callable[[int, int, bool, bool], PassOutput],
+        run: Callable[..., PassOutput],
         dispatcher: CudagraphDispatcher,
         *,
         reads_adapters: bool = True,
         at_start: bool = True,
+        rounds_at_start: bool = False,
     ) -> UniformPass:
         wrapper = CUDAGraphWrapper(
             run,
@@ -104,7 +109,9 @@ class EngineGraphs:
             debug=self._debug,
             verify_state=self._verify_state,
         )
-        added = UniformPass(role, run, wrapper, dispatcher, reads_adapters, at_start)
+        added = UniformPass(
+            role, run, wrapper, dispatcher, reads_adapters, at_start, rounds_at_start
+        )
         self.passes.append(added)
         return added
 
@@ -118,23 +125,35 @@ class EngineGraphs:
         *,
         sampled: bool,
         has_lora: bool,
+        rounds: int = 1,
     ) -> tuple[PassOutput, StepRecord]:
-        """Run a uniform batch, padded to its graph where there is one, and say which it took."""
+        """Run a uniform batch, padded to its graph where there is one, and say which it took.
+
+        Without a graph of so many ``rounds`` it runs one.
+        """
         has_lora = has_lora and each.reads_adapters
         live = BatchDescriptor(num_reqs * (1 + k), num_reqs, True, has_lora)
         variant = "sampled" if sampled else "greedy"
-        mode, padded = self._dispatch(each, live, variant)
+        mode, padded = self._dispatch(each, live, variant, rounds)
+        rounds_reason = None
+        if rounds > 1 and mode is NONE:
+            rounds_reason = self.explain(live, each.dispatcher, rounds)
+            rounds = 1
+            mode, padded = self._dispatch(each, live, variant)
         whole = mode is FULL and padded.uniform
         with set_forward_context(
-            cudagraph_runtime_mode=mode, batch_descriptor=padded, variant=variant
+            cudagraph_runtime_mode=mode, batch_descriptor=padded, variant=variant, rounds=rounds
         ):
             if whole:
-                result = each.wrapper(padded.num_reqs, k, sampled, has_lora)
+                result = each.wrapper(*_arguments(padded, sampled, rounds))
             else:
                 # Only the model may be in a graph: of a flattened batch, or in pieces.
                 result = each.run(num_reqs, k, sampled, has_lora)
         reason = None if mode is FULL else self.explain(live, each.dispatcher)
-        return result, StepRecord(mode.name, padded, num_reqs, live.num_tokens, k, reason)
+        record = StepRecord(
+            mode.name, padded, num_reqs, live.num_tokens, k, reason, rounds, rounds_reason
+        )
+        return result, record
 
     def dispatch_flat(self, batch: BatchDescriptor) -> tuple[CUDAGraphMode, BatchDescriptor]:
         """The mode and padded shape of a flattened batch, whose graph exists afterwards."""
@@ -142,27 +161,31 @@ class EngineGraphs:
         return self._dispatch(None, batch, "greedy")
 
     def explain(
-        self, batch: BatchDescriptor, dispatcher: CudagraphDispatcher | None = None
+        self,
+        batch: BatchDescriptor,
+        dispatcher: CudagraphDispatcher | None = None,
+        rounds: int = 1,
     ) -> str | None:
         """Why a batch got no FULL graph."""
         forbidden = self.flat.model.attention_backend.forbids_full(batch)
-        return forbidden or (dispatcher or self.dispatcher).explain(batch)
+        return forbidden or (dispatcher or self.dispatcher).explain(batch, rounds=rounds)
 
     def _dispatch(
         self,
         each: UniformPass | None,
         live: BatchDescriptor,
         variant: str,
+        rounds: int = 1,
     ) -> tuple[CUDAGraphMode, BatchDescriptor]:
         """Dispatch, capturing what is missing; a key whose capture fails is not tried again."""
         dispatcher = self.dispatcher if each is None else each.dispatcher
         allow_full = self.flat.model.attention_backend.forbids_full(live) is None
         while True:
-            mode, padded = dispatcher.dispatch(live, allow_full=allow_full)
+            mode, padded = dispatcher.dispatch(live, allow_full=allow_full, rounds=rounds)
             if mode is NONE:
                 return mode, padded
             of = each if padded.uniform else None
-            key = _Key(of, mode, padded)
+            key = _Key(of, mode, padded, rounds)
             if self._has_graph(key, variant) or self._capture(key, variant):
                 return mode, padded
 
@@ -174,7 +197,8 @@ class EngineGraphs:
         Raises ValueError where the widest graphs alone are over the limit.
         """
         keys = self._missing()
-        groups = _groups(keys)
+        groups = _groups([key for key in keys if key.rounds == 1])
+        taken: dict[_Key, int] = {}
         done = 0
 
         def capture(key: _Key) -> int:
@@ -184,7 +208,8 @@ class EngineGraphs:
             done += 1
             before = self._num_bytes(key)
             self._capture(key, "greedy")
-            return self._num_bytes(key) - before
+            taken[key] = self._num_bytes(key) - before
+            return taken[key]
 
         with self.pool.capture_window():
             limit = self._limit()
@@ -195,7 +220,15 @@ class EngineGraphs:
                     if key in kept:
                         capture(key)
                     else:
-                        self._remove(key, f"graph_memory_limit {limit} has no room for {key}")
+                        self._remove(key, _no_room(limit, key))
+            # Batches without a graph of several rounds take one round, so these come last.
+            for key in keys:
+                if key.rounds > 1:
+                    expected = key.rounds * taken.get(replace(key, rounds=1), 0)
+                    if limit is None or sum(taken.values()) + expected <= limit:
+                        capture(key)
+                    else:
+                        self._remove(key, _no_room(limit, key))
         if progress is not None:
             progress(len(keys), len(keys), "done")
 
@@ -224,6 +257,13 @@ class EngineGraphs:
             for mode, shape in each.dispatcher.capture_list()
             if shape.uniform
         ]
+        keys += [
+            _Key(each, mode, shape, rounds)
+            for each in self.passes
+            if each.rounds_at_start
+            for rounds in each.dispatcher.rounds
+            for mode, shape in each.dispatcher.capture_list(rounds)
+        ]
         return [key for key in keys if not self._has_graph(key, "greedy")]
 
     def _limit(self) -> int | None:
@@ -236,7 +276,8 @@ class EngineGraphs:
     def _has_graph(self, key: _Key, variant: str) -> bool:
         if key.of is None:
             return self.flat.has_graph(key.mode, key.descriptor)
-        return key.of.wrapper.has_graph(GraphKey(key.of.role, key.descriptor, variant))
+        graph = GraphKey(key.of.role, key.descriptor, variant, key.rounds)
+        return key.of.wrapper.has_graph(graph)
 
     def _num_bytes(self, key: _Key) -> int:
         table = self.flat.table() if key.of is None else key.of.wrapper.table()
@@ -244,7 +285,8 @@ class EngineGraphs:
 
     def _remove(self, key: _Key, reason: str) -> None:
         dispatcher = self.dispatcher if key.of is None else key.of.dispatcher
-        dispatcher.remove_key(key.mode, self._dispatcher_key(key, dispatcher), reason)
+        shape = self._dispatcher_key(key, dispatcher)
+        dispatcher.remove_key(key.mode, shape, reason, key.rounds)
 
     @staticmethod
     def _dispatcher_key(key: _Key, dispatcher: CudagraphDispatcher) -> BatchDescriptor:
@@ -262,27 +304,42 @@ class EngineGraphs:
                 if key.of is None:
                     self.flat.capture(key.mode, self._dispatcher_key(key, self.dispatcher))
                 else:
-                    self._capture_pass(key.of, key.descriptor, variant)
+                    self._capture_pass(key.of, key.descriptor, variant, key.rounds)
         except (CaptureError, torch.OutOfMemoryError) as error:
-            logger.warning("%s; such batches take the next larger graph, or none", error)
+            others = "one of one round" if key.rounds > 1 else "none"
+            logger.warning("%s; such batches take the next larger graph, or %s", error, others)
             self._remove(key, str(error))
             return False
         finally:
             unpark()
         return True
 
-    def _capture_pass(self, each: UniformPass, descriptor: BatchDescriptor, variant: str) -> None:
+    def _capture_pass(
+        self, each: UniformPass, descriptor: BatchDescriptor, variant: str, rounds: int
+    ) -> None:
         """Run a batch of padding once eagerly, so that all first uses are over, then capture it."""
-        k, sampled = descriptor.query_len - 1, variant == "sampled"
-        arguments = (descriptor.num_reqs, k, sampled, descriptor.has_lora)
+        arguments = _arguments(descriptor, variant == "sampled", rounds)
         for mode in (NONE, FULL):
             with (
                 self.pool.stream(),
                 set_forward_context(
-                    cudagraph_runtime_mode=mode, batch_descriptor=descriptor, variant=variant
+                    cudagraph_runtime_mode=mode,
+                    batch_descriptor=descriptor,
+                    variant=variant,
+                    rounds=rounds,
                 ),
             ):
                 each.wrapper(*arguments)
+
+
+def _no_room(limit: int | None, key: _Key) -> str:
+    return f"graph_memory_limit {limit} has no room for {key}"
+
+
+def _arguments(shape: BatchDescriptor, sampled: bool, rounds: int) -> tuple[int | bool, ...]:
+    """What a pass is called with for a uniform batch."""
+    arguments = (shape.num_reqs, shape.query_len - 1, sampled, shape.has_lora)
+    return arguments if rounds == 1 else (*arguments, rounds)
 
 
 def _groups(keys: Sequence[_Key]) -> list[KeyGroup[_Key]]:
@@ -292,7 +349,8 @@ def _groups(keys: Sequence[_Key]) -> list[KeyGroup[_Key]]:
         shape = key.descriptor
         query_len = shape.query_len if shape.uniform else 0
         role = "" if key.of is None else key.of.role
-        groups.setdefault((role, key.mode, query_len, shape.has_lora), []).append(key)
+        kind = (role, key.mode, query_len, shape.has_lora, key.rounds)
+        groups.setdefault(kind, []).append(key)
     return [KeyGroup(group) for group in groups.values()]
 
 

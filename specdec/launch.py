@@ -18,6 +18,10 @@ class Launched:
     is_decode: bool
     most_tokens: int  # that each of its requests may get from it
 
+    @property
+    def rounds(self) -> int:
+        return self.results.rounds
+
 
 def launch(runner: Runner, plan: StepPlan) -> tuple[list[Launched], list[StepRecord]]:
     """Launch a step. Nothing here waits for the device, except for drafts that the host must see.
@@ -42,11 +46,15 @@ def launch(runner: Runner, plan: StepPlan) -> tuple[list[Launched], list[StepRec
         records.append(record)
         verified = verified or beside
     elif rows:
-        verified, record = runner.decode(rows, plan.k, needs)
+        verified, record = runner.decode(rows, plan.k, needs, plan.rounds.count)
         records.append(record)
+    if plan.rounds.reason is not None and plan.decodes:
+        records = [replace(record, rounds_reason=plan.rounds.reason) for record in records]
     launched = []
     if verified is not None:
-        launched.append(Launched(plan.decodes, verified, True, 1 + plan.k))
+        most_tokens = verified.rounds * (1 + plan.k)
+        _note_drafting(plan, verified.rounds)
+        launched.append(Launched(plan.decodes, verified, True, most_tokens))
     if first is not None:
         launched.append(Launched(sampling, first, False, 1))
     return launched, records
@@ -64,11 +72,13 @@ def _needs(runner: Runner, plan: StepPlan, launched: list[Request]) -> Needs:
 def _catch_up_passes(width: int, plan: StepPlan) -> int:
     """How many catch-up passes bring every row's draft KV up to date before this step."""
     if plan.k == 0 or not plan.decodes:
-        for request in plan.decodes:
-            request.undrafted_steps += 1
         return 0
     behind = max(request.undrafted_steps for request in plan.decodes)
-    for request in plan.decodes:
-        request.undrafted_steps = 0
     # One more token than steps: the last draft of a fully accepted run was never fed.
     return -(-(behind + 1) // width) if width and behind else 0
+
+
+def _note_drafting(plan: StepPlan, rounds: int) -> None:
+    """Keep for how many steps each text has not been read by the drafter."""
+    for request in plan.decodes:
+        request.undrafted_steps = 0 if plan.k else request.undrafted_steps + rounds

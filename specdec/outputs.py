@@ -123,7 +123,10 @@ class StreamEvent:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One launch of the engine: which graph it took, or why none."""
+    """One launch of the engine: which graph it took, or why none.
+
+    ``num_tokens`` are those of one round.
+    """
 
     mode: str
     descriptor: BatchDescriptor
@@ -131,6 +134,8 @@ class StepRecord:
     num_tokens: int
     k: int
     reason: str | None
+    rounds: int = 1  # steps in this launch
+    rounds_reason: str | None = None  # why one, where ``steps_per_replay`` allows more
 
 
 @dataclass(slots=True)
@@ -158,16 +163,18 @@ class EngineStats:
         drafted: int,
         accepted: int,
         from_sources: Mapping[str, tuple[int, int]],
+        times: int = 1,
     ) -> None:
-        """One row's step. ``from_sources``: drafted and accepted of each drafter."""
-        self.drafted += drafted
-        self.accepted += accepted
-        self.by_adapter.setdefault(adapter, DraftCounts()).add(drafted, accepted)
-        for source, counts in from_sources.items():
-            self.by_source.setdefault(source, DraftCounts()).add(*counts)
+        """A row's step, ``times`` over. ``from_sources``: drafted and accepted of each drafter."""
+        self.drafted += drafted * times
+        self.accepted += accepted * times
+        self.by_adapter.setdefault(adapter, DraftCounts()).add(drafted * times, accepted * times)
+        for source, (of_drafted, of_accepted) in from_sources.items():
+            counts = self.by_source.setdefault(source, DraftCounts())
+            counts.add(of_drafted * times, of_accepted * times)
         missing = drafted - len(self.drafted_by_position)
         self.drafted_by_position.extend([0] * missing)
         self.accepted_by_position.extend([0] * missing)
         for position in range(drafted):
-            self.drafted_by_position[position] += 1
-            self.accepted_by_position[position] += position < accepted
+            self.drafted_by_position[position] += times
+            self.accepted_by_position[position] += times * (position < accepted)

@@ -121,6 +121,19 @@ class SamplingParams:
         return tuple(_sequence("stop", self.stop))
 
 
+def params_of(
+    prompts: Sequence[object], params: "SamplingParams | Sequence[SamplingParams] | None"
+) -> list[SamplingParams]:
+    """One for each prompt. Raises TypeError or ValueError where they do not match."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * len(prompts)
+    if not isinstance(params, Sequence):
+        raise TypeError(f"params must be SamplingParams or a list of them, got {params!r}")
+    if len(params) != len(prompts):
+        raise ValueError(f"params: {len(params)} given for {len(prompts)} prompts")
+    return list(params)
+
+
 def _sequence(name: str, value: object) -> Sequence:
     if value is None:
         return ()

@@ -33,6 +33,7 @@ class Request:
     grammar: GrammarState | None = None
     arrival: int
     adapter: Adapter | None = None  # None: the base model
+    streamed: bool = False  # somebody waits for each token
     arrival_time: float = field(default_factory=time.perf_counter)
 
     output_ids: list[int] = field(default_factory=list)
@@ -49,10 +50,27 @@ class Request:
     prefill_goal: int = 0  # positions that the prefill computes
     num_cached: int = 0  # positions whose KV came from the prefix cache
     num_published: int = 0  # blocks whose content the pool knows
+    prefix_key: bytes = b""  # of the text up to there, see ``block_contents``
     num_computed: int = 0  # positions whose KV the prefill has computed or launched
-    passes_in_flight: int = 0
+    passes_in_flight: int = 0  # rounds of them
     tokens_in_flight: int = 0
     undrafted_steps: int = 0  # steps since the drafter last read this text
+    # It cannot take the greedy graph: a temperature, a logit rule, or logprobs.
+    needs_sampling: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        params = self.params
+        self.needs_sampling = (
+            params.temperature > 0
+            or params.presence_penalty != 0
+            or params.frequency_penalty != 0
+            or params.repetition_penalty != 1
+            or bool(params.logit_bias)
+            or bool(self.bad_words)
+            or params.min_tokens > 0
+            or params.logprobs is not None
+            or self.grammar is not None
+        )
 
     @property
     def adapter_name(self) -> str:
@@ -77,6 +95,15 @@ class Request:
     def token_ids(self) -> list[int]:
         return self.prompt_ids + self.output_ids
 
+    def tokens_between(self, start: int, end: int) -> list[int]:
+        """``token_ids[start:end]``, without a copy of all of them."""
+        skipped = start - len(self.prompt_ids)
+        return (
+            self.output_ids[skipped : skipped + end - start]
+            if skipped >= 0
+            else (self.token_ids[start:end])
+        )
+
     @property
     def num_committed(self) -> int:
         return len(self.prompt_ids) + len(self.output_ids)
@@ -90,28 +117,18 @@ class Request:
         """The passes in flight reach ``end``: each adds one token at least."""
         return self.num_committed + self.passes_in_flight >= self.end
 
-    def slots_needed(self, k: int) -> int:
-        """KV positions that must exist before one more pass of k drafts is launched.
+    def slots_needed(self, num_tokens: int) -> int:
+        """KV positions that must exist before passes over ``num_tokens`` more are launched.
 
         The token at ``end - 1`` is never fed, so a request needs ``end - 1`` positions at most.
         """
-        return min(self.num_committed + self.tokens_in_flight + k, self.end - 1)
+        return min(self.num_committed + self.tokens_in_flight + num_tokens - 1, self.end - 1)
 
     @property
-    def needs_sampling(self) -> bool:
-        """It cannot take the greedy graph: a temperature, a logit rule, or logprobs."""
-        params = self.params
-        return (
-            params.temperature > 0
-            or params.presence_penalty != 0
-            or params.frequency_penalty != 0
-            or params.repetition_penalty != 1
-            or bool(params.logit_bias)
-            or bool(self.bad_words)
-            or params.min_tokens > 0
-            or params.logprobs is not None
-            or self.grammar is not None
-        )
+    def steps_left(self) -> float:
+        """Decode steps that are expected, from the tokens of a step so far; 1 before any."""
+        per_step = self.stats.mean_tokens_per_step or 1.0
+        return self.remaining / per_step - self.passes_in_flight
 
     @property
     def repeats_by_steps(self) -> bool:

@@ -22,6 +22,7 @@ from specdec.verifier.dispatcher import CudagraphDispatcher
 from specdec.verifier.flat_model import FlatModel
 from specdec.verifier.graph import GraphRow
 from specdec.verifier.modes import BatchDescriptor, CUDAGraphMode
+from specdec.verifier.processors import MAX_STOP_IDS
 from specdec.verifier.state import RowState
 from specdec.verifier.tensor_tree import map_tensors
 
@@ -63,11 +64,13 @@ class Runner:
         memory_limit: int | None = None,
         debug: bool = False,
         verify: bool = False,
+        rounds_at_start: bool = False,
     ) -> None:
         """
         flat: the model that ``step`` calls, with the pool that all graphs share.
         dispatcher: of the decode pass and of batches with prompts; the others get their own.
         verify: compare each graph's first replay with an eager run.
+        rounds_at_start: capture graphs of several rounds with the others, not on first use.
         """
         self.step = step
         self._ks = sorted({query_len - 1 for query_len in query_lens})
@@ -91,7 +94,9 @@ class Runner:
         )
         self._decode = self._verify
         if not self._host_drafts:
-            self._decode = self._graphs.add_pass("step", step.decode, dispatcher)
+            self._decode = self._graphs.add_pass(
+                "step", step.decode, dispatcher, rounds_at_start=rounds_at_start
+            )
 
         drafts_adapted = bool(getattr(drafter, "uses_adapters", False))
 
@@ -219,7 +224,8 @@ class Runner:
                 max(-MAX_LOG_FACTOR, min(math.log(params.repetition_penalty), MAX_LOG_FACTOR)),
             ],
             min_tokens=min(params.min_tokens, request.end),
-            stop_ids=sorted(request.stop_ids) if params.min_tokens else [],
+            # Where there are more, the host ends the text at those that the device lets pass.
+            stop_ids=sorted(request.stop_ids)[:MAX_STOP_IDS],
             bad_words=request.bad_words,
         )
 
@@ -230,8 +236,10 @@ class Runner:
     # -- steps ------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def decode(self, rows: list[int], k: int, needs: Needs) -> tuple[PendingResult, StepRecord]:
-        """Launch one uniform pass over these state rows."""
+    def decode(
+        self, rows: list[int], k: int, needs: Needs, rounds: int = 1
+    ) -> tuple[PendingResult, StepRecord]:
+        """Launch a uniform pass over these state rows; ``rounds`` of it where a graph has them."""
         self._fill_slots(rows)
         self._run_catch_up(len(rows), k, needs)
         if self._host_drafts and k > 0:
@@ -242,6 +250,7 @@ class Runner:
             k,
             sampled=needs.sampled,
             has_lora=needs.has_lora,
+            rounds=rounds,
         )
         assert isinstance(result, PassResult)
         return PendingResult(result, len(rows), with_logprobs=needs.with_logprobs), record

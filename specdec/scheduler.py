@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from specdec.adapters import AdapterTable
 from specdec.request import Request
+from specdec.rounds import ONE_ROUND, Rounds
 from specdec.verifier.kv_cache import BlockPool, OutOfBlocks, block_contents
 
 
@@ -22,6 +23,7 @@ class StepPlan:
     """What one step runs."""
 
     k: int = 0
+    rounds: Rounds = ONE_ROUND
     decodes: list[Request] = field(default_factory=list)
     prefills: list[PrefillChunk] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
@@ -87,16 +89,22 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def schedule(self, *, may_preempt: bool) -> StepPlan | None:
-        """Plan the next step. None: blocks are short, and passes in flight must be read first."""
+    def schedule(self, *, may_preempt: bool, rounds: Rounds = ONE_ROUND) -> StepPlan | None:
+        """Plan the next step, or as many as ``rounds`` where nothing speaks against it.
+
+        None: blocks are short, and passes in flight must be read first.
+        """
         plan = StepPlan(new_blocks=self._unwritten_blocks)
         self._unwritten_blocks = []
         decodes = [r for r in self.running if r.is_prefilled and not r.surely_done]
         plan.k = self._batch_k(decodes)
-        for request in self._take_turns(decodes, plan.k):
+        chosen = self._take_turns(decodes, plan.k)
+        plan.rounds = self._rounds(rounds, decodes, chosen, plan.k)
+        num_tokens = plan.rounds.count * (1 + plan.k)
+        for request in chosen:
             if request.row < 0:
                 continue  # preempted for an earlier row of this step
-            while not self._reserve(request, request.slots_needed(plan.k), plan):
+            while not self._reserve(request, request.slots_needed(num_tokens), plan):
                 if not may_preempt:
                     self._unwritten_blocks = plan.new_blocks
                     return None
@@ -113,10 +121,34 @@ class Scheduler:
         wanted = max((min(r.k, r.remaining - 1) for r in decodes), default=0)
         return next(k for k in self.allowed_k if k >= wanted)
 
+    def _rounds(
+        self, wanted: Rounds, decodes: list[Request], chosen: list[Request], k: int
+    ) -> Rounds:
+        """``wanted``, or one round where others would wait for the rest, or nothing would run."""
+        if wanted.count == 1 or not chosen:
+            return wanted
+        if self._prompts_wait:
+            return Rounds(1, "prompts wait or share the step")
+        if len(chosen) < len(decodes):
+            return Rounds(1, "max_num_batched_tokens: rows take turns")
+        if any(request.grammar is not None for request in chosen):
+            return Rounds(1, "response_format")
+        if max(request.steps_left for request in chosen) < wanted.count:
+            return Rounds(1, "every text is about to end")
+        num_tokens = wanted.count * (1 + k)
+        missing = sum(self._missing_blocks(r, r.slots_needed(num_tokens)) for r in chosen)
+        if missing > self.pool.num_free:
+            return Rounds(1, f"{missing} KV blocks ahead are wanted, {self.pool.num_free} are free")
+        return wanted
+
+    @property
+    def _prompts_wait(self) -> bool:
+        can_start = bool(self.waiting and self._free_rows)
+        return can_start or any(not request.is_prefilled for request in self.running)
+
     def _take_turns(self, decodes: list[Request], k: int) -> list[Request]:
         budget = self.max_num_batched_tokens
-        can_start = bool(self.waiting and self._free_rows)
-        prompts_wait = can_start or any(not r.is_prefilled for r in self.running)
+        prompts_wait = self._prompts_wait
         if prompts_wait:
             budget -= budget // 4
         self._step += 1
@@ -145,7 +177,7 @@ class Scheduler:
             # step before it: its prefill reads the whole prompt and samples the first token.
             request.prefill_goal = request.num_committed - bool(request.output_ids)
             self._take_cached(request, plan)
-            if not self._reserve(request, request.slots_needed(1 + request.k), plan):
+            if not self._reserve(request, request.slots_needed(2 + request.k), plan):
                 self._give_up_blocks(request, plan)
                 self._unpin_adapter(request)
                 break
@@ -179,10 +211,13 @@ class Scheduler:
         """Start from blocks that an earlier text with the same beginning has filled."""
         if self.prefix_caching:
             # One token at least is computed, for its logits.
+            request.num_published = 0
             contents = list(self._contents(request, request.prefill_goal - 1))
-            request.blocks = self.pool.take_prefix(contents)
+            request.blocks = self.pool.take_prefix([content for content, _ in contents])
+            request.prefix_key = b""
             if request.blocks:
                 plan.new_blocks.append((request, 0, list(request.blocks)))
+                request.prefix_key = contents[len(request.blocks) - 1][1]
         request.num_published = len(request.blocks)
         request.num_cached = request.num_computed = len(request.blocks) * self.block_size
 
@@ -193,15 +228,19 @@ class Scheduler:
         valid = request.num_committed - 1 - self.draft_lag - request.undrafted_steps
         if valid // self.block_size <= request.num_published:
             return
-        for number, content in enumerate(self._contents(request, valid)):
-            if number >= request.num_published:
-                self.pool.publish(request.blocks[number], content)
-        request.num_published = valid // self.block_size
+        for content, key in self._contents(request, valid, request.prefix_key):
+            self.pool.publish(request.blocks[request.num_published], content)
+            request.num_published += 1
+            request.prefix_key = key
 
-    def _contents(self, request: Request, length: int) -> Iterator[bytes]:
-        """Keys of the full blocks of a text's first ``length`` tokens."""
-        tokens = request.token_ids[: length + self.lookahead]
-        return block_contents(tokens, self.block_size, request.cache_salt, self.lookahead)
+    def _contents(
+        self, request: Request, length: int, prefix_key: bytes = b""
+    ) -> Iterator[tuple[bytes, bytes]]:
+        """Of the full blocks of a text's first ``length`` tokens, those not published yet."""
+        first = request.num_published * self.block_size
+        tokens = request.tokens_between(first, length + self.lookahead)
+        salt, ahead = request.cache_salt, self.lookahead
+        return block_contents(tokens, self.block_size, salt, ahead, prefix_key)
 
     def _add_chunk(self, request: Request, budget: int, plan: StepPlan) -> int:
         start = request.num_computed
@@ -213,8 +252,8 @@ class Scheduler:
 
     def _reserve(self, request: Request, num_slots: int, plan: StepPlan) -> bool:
         first = len(request.blocks)
-        missing = -(-num_slots // self.block_size) - first
-        if missing <= 0:
+        missing = self._missing_blocks(request, num_slots)
+        if not missing:
             return True
         try:
             blocks = self.pool.allocate(missing)
@@ -223,6 +262,9 @@ class Scheduler:
         request.blocks.extend(blocks)
         plan.new_blocks.append((request, first, blocks))
         return True
+
+    def _missing_blocks(self, request: Request, num_slots: int) -> int:
+        return max(-(-num_slots // self.block_size) - len(request.blocks), 0)
 
     def _preempt(self, request: Request, plan: StepPlan) -> None:
         assert request.passes_in_flight == 0

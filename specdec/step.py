@@ -68,8 +68,18 @@ class DecodeStep:
             (*shape, 1 + max_k, words), -1, dtype=torch.int32, device=state.device
         )
 
-    def decode(self, num_reqs: int, k: int, sampled: bool, has_lora: bool = False) -> PassResult:
-        """Draft, verify, accept and advance a uniform batch."""
+    def decode(
+        self, num_reqs: int, k: int, sampled: bool, has_lora: bool = False, rounds: int = 1
+    ) -> PassResult:
+        """Draft, verify, accept and advance a uniform batch, ``rounds`` times over.
+
+        A row that ends in one of the rounds writes nothing in those after it.
+        """
+        return PassResult.of_rounds(
+            [self._round(num_reqs, k, sampled, has_lora) for _ in range(rounds)]
+        )
+
+    def _round(self, num_reqs: int, k: int, sampled: bool, has_lora: bool) -> PassResult:
         rows = self.rows(num_reqs, sampled, has_lora)
         if self.drafter is None or k == 0:
             draft = Draft(self.draft_ids[:num_reqs, :0])

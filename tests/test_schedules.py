@@ -22,6 +22,9 @@ TRAFFIC = {
                                "max_num_seqs": 4}),
     "read late": (4, "blend.1", {"num_kv_blocks": 14, "max_num_seqs": 4, "async_scheduling": True}),
     "small blocks": (4, "blend.1", {"num_kv_blocks": 50, "kv_block_size": 1, "max_num_seqs": 4}),
+    "rounds": (2, "blend.1", {"num_kv_blocks": 14, "max_num_seqs": 4, "steps_per_replay": 4}),
+    "rounds, read late": (3, "layer_skip:1", {"num_kv_blocks": 30, "max_num_seqs": 4,
+                                              "steps_per_replay": 2, "async_scheduling": True}),
 }  # fmt: skip
 
 
@@ -36,6 +39,8 @@ def traffic(request, models):
         engine.check_integrity()
         if rungs:
             assert_decodes_replayed(engine)
+        rounds = {record.rounds for record in engine.recent_steps(10_000)}
+        assert rounds == {1, options.get("steps_per_replay", 1)}
 
 
 RULES = [

@@ -3,6 +3,7 @@
 Shape letters: P requests that prefill, T tokens, R requests, Q query length.
 """
 
+import time
 from dataclasses import dataclass
 
 import torch
@@ -46,7 +47,8 @@ class PassResult:
     """What a pass committed, packed so that few copies bring it to the host.
 
     ``packed`` [R, Q + 4] int64 holds the tokens (-1 past the end), then the number committed,
-    drafted and accepted, and 1 where the row failed. All are overwritten by the next replay.
+    drafted and accepted, and 1 where the row failed. All are overwritten by the next replay. Of
+    several rounds, all tensors have a dimension more behind the first.
     """
 
     packed: Tensor
@@ -65,6 +67,19 @@ class PassResult:
     ) -> "PassResult":
         counts = torch.stack([num_new, num_drafted, num_accepted, failed.long()], dim=1)
         return cls(torch.cat([tokens, counts], dim=1), logprobs)
+
+    @classmethod
+    def of_rounds(cls, results: "list[PassResult]") -> "PassResult":
+        """The results of rounds that ran one after the other, as one."""
+        if len(results) == 1:
+            return results[0]
+        logprobs = [each.logprobs for each in results if each.logprobs is not None]
+        from_first = [each.num_from_first for each in results if each.num_from_first is not None]
+        return cls(
+            torch.stack([each.packed for each in results], dim=1),
+            Logprobs.stack(logprobs) if logprobs else None,
+            torch.stack(from_first, dim=1) if from_first else None,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +107,14 @@ class RowResult:
 
 
 class PendingResult:
-    """A pass's results on their way to the host: asynchronous copies, and one event to wait for."""
+    """A launch's results on their way to the host: asynchronous copies, and one event to wait for.
+
+    ``rounds``: passes of each row that it holds.
+    """
 
     def __init__(self, result: PassResult, num_reqs: int, *, with_logprobs: bool) -> None:
         """``with_logprobs``: some row asked for them; else only ``packed`` is copied."""
-        self._num_reqs = num_reqs
+        self.rounds = result.packed.shape[1] if result.packed.dim() == 3 else 1
         self._tensors = [result.packed]
         self._has_sources = result.num_from_first is not None
         if result.num_from_first is not None:
@@ -117,19 +135,27 @@ class PendingResult:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
 
-    def read(self) -> list[RowResult]:
-        """Wait for the copies. One entry per request of the pass."""
+    def wait(self) -> float:
+        """Until the copies are there. Returns the seconds that this took."""
+        started = time.perf_counter()
         if self._event is not None:
             self._event.synchronize()
-        packed, *more = (tensor.tolist() for tensor in self._tensors)
-        from_first = more.pop(0) if self._has_sources else [0] * len(packed)
-        if not more:
-            return [
-                RowResult.unpack(row, None, count)
-                for row, count in zip(packed, from_first, strict=True)
-            ]
-        per_row = [list(zip(*row, strict=True)) for row in zip(*more, strict=True)]
-        return [
-            RowResult.unpack(row, logprobs, count)
-            for row, logprobs, count in zip(packed, per_row, from_first, strict=True)
-        ]
+        return time.perf_counter() - started
+
+    def read(self) -> list[list[RowResult]]:
+        """Wait for the copies. One entry per request, with one per round."""
+        self.wait()
+        # [R, rounds, ...]: of a single round they come without that dimension.
+        tensors = [each if self.rounds > 1 else each[:, None] for each in self._tensors]
+        packed, *more = (tensor.tolist() for tensor in tensors)
+        none = [0] * self.rounds
+        from_first = more.pop(0) if self._has_sources else [none] * len(packed)
+        results = []
+        for number, row in enumerate(packed):
+            logprobs: list = [None] * self.rounds
+            if more:
+                of_row = (each[number] for each in more)
+                logprobs = [list(zip(*each, strict=True)) for each in zip(*of_row, strict=True)]
+            of_rounds = zip(row, logprobs, from_first[number], strict=True)
+            results.append([RowResult.unpack(*each) for each in of_rounds])
+        return results

@@ -31,6 +31,16 @@ def capture_ladder(limit: int) -> list[int]:
     return [*sizes, limit]
 
 
+def round_counts(counts: Sequence[int]) -> list[int]:
+    """Of ascending request counts, those that 1, 2, 4, 8, ... take, and the last.
+
+    A graph of several rounds takes their number times the memory and capture time of one, and pays
+    where a step is short: at few requests, where a padding row costs next to nothing.
+    """
+    powers = (1 << exponent for exponent in range(counts[-1].bit_length()))
+    return sorted({counts[bisect_left(counts, power)] for power in powers} | {counts[-1]})
+
+
 class CudagraphDispatcher:
     """Owns the keys of all graphs of one engine, or of one drafter.
 
@@ -43,11 +53,11 @@ class CudagraphDispatcher:
             raise ValueError(f"max_num_seqs must be at least 1, not {max_num_seqs}")
         self.max_num_seqs = max_num_seqs
         self.mode = NONE
-        # Ascending request counts of the uniform FULL keys, per (query_len, has_lora).
-        self._uniform_counts: dict[tuple[int, bool], list[int]] = {}
+        # Ascending request counts of the uniform FULL keys, per (query_len, has_lora, rounds).
+        self._uniform_counts: dict[tuple[int, bool, int], list[int]] = {}
         # Ascending token counts of the keys for all other batches, per (mode, has_lora).
         self._mixed_sizes: dict[tuple[CUDAGraphMode, bool], list[int]] = {}
-        self._removed: dict[tuple[CUDAGraphMode, BatchDescriptor], str] = {}
+        self._removed: dict[tuple[CUDAGraphMode, BatchDescriptor, int], str] = {}
 
     def initialize_cudagraph_keys(
         self,
@@ -57,6 +67,7 @@ class CudagraphDispatcher:
         lora: bool = False,
         uniform_request_counts: Sequence[int] | None = None,
         max_num_batched_tokens: int | None = None,
+        rounds: Sequence[int] = (),
     ) -> None:
         """Replaces all keys by those of ``mode``, which must be resolved already.
 
@@ -67,6 +78,8 @@ class CudagraphDispatcher:
         lora: keys with ``has_lora`` too, next to the base keys.
         uniform_request_counts: sets the grid of uniform keys directly.
         max_num_batched_tokens: no mixed batch is larger; bounds the default mixed sizes.
+        rounds: numbers of rounds above 1 that uniform batches have graphs of, beside those of one
+            round; at request counts of ``round_counts``.
 
         Raises ``ValueError`` where a list lacks the widest uniform shape (``max_num_seqs``
         requests), naming the field and the list to use: a list is never cut or completed silently.
@@ -74,16 +87,22 @@ class CudagraphDispatcher:
         sizes = _checked("cudagraph_capture_sizes", capture_sizes)
         counts = _checked("uniform_request_counts", uniform_request_counts)
         query_lens = _checked("uniform_query_lens", uniform_query_lens) or []
+        rounds = _checked("rounds", rounds or None) or []
+        if 1 in rounds:
+            raise ValueError(f"rounds must be above 1, not {rounds}: graphs of one always exist")
         if max_num_batched_tokens is not None and max_num_batched_tokens < 1:
             raise ValueError(f"max_num_batched_tokens must be >= 1, not {max_num_batched_tokens}")
 
         adapters = (False, True) if lora else (False,)
-        uniform_counts: dict[tuple[int, bool], list[int]] = {}
+        uniform_counts: dict[tuple[int, bool, int], list[int]] = {}
         if mode.decode_mode() is FULL:
             grid = self._uniform_grid(sizes, counts, query_lens)
             for has_lora in adapters:
                 for query_len in query_lens:
-                    uniform_counts[query_len, has_lora] = list(grid[query_len])
+                    uniform_counts[query_len, has_lora, 1] = list(grid[query_len])
+                    for each in rounds:
+                        few = round_counts(grid[query_len])
+                        uniform_counts[query_len, has_lora, each] = few
         mixed_sizes: dict[tuple[CUDAGraphMode, bool], list[int]] = {}
         if mode.mixed_mode() is not NONE:
             if sizes is None:
@@ -99,7 +118,7 @@ class CudagraphDispatcher:
         self._removed = {}
 
     def dispatch(
-        self, batch: BatchDescriptor, *, allow_full: bool = True
+        self, batch: BatchDescriptor, *, allow_full: bool = True, rounds: int = 1
     ) -> tuple[CUDAGraphMode, BatchDescriptor]:
         """The runtime mode of ``batch`` and the shape to pad it to.
 
@@ -109,27 +128,32 @@ class CudagraphDispatcher:
         a uniform batch never changes. A uniform batch without a uniform key may ride in a graph for
         mixed batches, whose descriptor says ``uniform=False``. With NONE the batch comes back as it
         is; with PIECEWISE only its tokens are padded. ``allow_full=False`` is for a batch whose
-        attention cannot lie in a graph. Why a batch got no FULL graph is told by ``explain``.
+        attention cannot lie in a graph. Several ``rounds`` are FULL and uniform, or else NONE: the
+        batch then takes one. Why a batch got no FULL graph is told by ``explain``.
         """
         self._check_batch(batch)
         if allow_full and batch.num_reqs <= self.max_num_seqs:
             if batch.uniform:
-                counts = self._uniform_counts.get((batch.query_len, batch.has_lora), [])
+                counts = self._uniform_counts.get((batch.query_len, batch.has_lora, rounds), [])
                 num_reqs = _smallest_that_fits(counts, batch.num_reqs)
                 if num_reqs is not None:
                     num_tokens = num_reqs * batch.query_len
                     return FULL, BatchDescriptor(num_tokens, num_reqs, True, batch.has_lora)
+            if rounds > 1:
+                return NONE, batch
             size = self._smallest_mixed(FULL, batch)
             if size is not None:
                 return FULL, self._mixed_key(size, batch.has_lora)
         size = self._smallest_mixed(PIECEWISE, batch)
-        if size is not None:
+        if size is not None and rounds == 1:
             return PIECEWISE, BatchDescriptor(size, batch.num_reqs, False, batch.has_lora)
         return NONE, batch
 
-    def explain(self, batch: BatchDescriptor, *, allow_full: bool = True) -> str | None:
+    def explain(
+        self, batch: BatchDescriptor, *, allow_full: bool = True, rounds: int = 1
+    ) -> str | None:
         """Why ``dispatch`` gives ``batch`` no FULL graph, in one line; None where it does."""
-        if self.dispatch(batch, allow_full=allow_full)[0] is FULL:
+        if self.dispatch(batch, allow_full=allow_full, rounds=rounds)[0] is FULL:
             return None
         if not self.mode.has_full_cudagraphs():
             return f"cudagraph_mode is {self.mode}"
@@ -141,19 +165,31 @@ class CudagraphDispatcher:
             return f"the batch is not uniform and cudagraph_mode is {self.mode}"
         removed = [
             why
-            for (mode, key), why in self._removed.items()
-            if mode is FULL and key.has_lora == batch.has_lora and self._fits(batch, key)
+            for (mode, key, of_rounds), why in self._removed.items()
+            if mode is FULL
+            and of_rounds == rounds
+            and key.has_lora == batch.has_lora
+            and self._fits(batch, key)
         ]
         if removed:
             return removed[0]
-        if batch.has_lora and not any(has_lora for _, has_lora in self._uniform_counts):
+        if batch.has_lora and not any(has_lora for _, has_lora, _ in self._uniform_counts):
             return "no graphs were captured with LoRA"
+        if rounds > 1:
+            return f"no graph of {rounds} rounds holds such a batch"
         if batch.uniform:
             return f"no FULL graph has query length {batch.query_len}"
         return f"{batch.num_tokens} tokens are more than the largest FULL graph holds"
 
-    def capture_list(self) -> list[tuple[CUDAGraphMode, BatchDescriptor]]:
-        """Every key, in capture order: PIECEWISE before FULL, largest first.
+    @property
+    def rounds(self) -> list[int]:
+        """The numbers of rounds, above 1, that some batch has a graph of."""
+        return sorted(
+            {each for (_, _, each), counts in self._uniform_counts.items() if counts} - {1}
+        )
+
+    def capture_list(self, rounds: int = 1) -> list[tuple[CUDAGraphMode, BatchDescriptor]]:
+        """Every key of ``rounds`` rounds, in capture order: PIECEWISE before FULL, largest first.
 
         A PIECEWISE key comes with the number of requests to run it with, as many as fit.
         """
@@ -161,27 +197,31 @@ class CudagraphDispatcher:
             (mode, self._mixed_key(num_tokens, has_lora))
             for (mode, has_lora), sizes in self._mixed_sizes.items()
             for num_tokens in sizes
+            if rounds == 1
         ]
         keys += [
             (FULL, BatchDescriptor(num_reqs * query_len, num_reqs, True, has_lora))
-            for (query_len, has_lora), counts in self._uniform_counts.items()
+            for (query_len, has_lora, each), counts in self._uniform_counts.items()
             for num_reqs in counts
+            if each == rounds
         ]
         return sorted(keys, key=lambda item: (item[0] is FULL, *(-field for field in item[1])))
 
-    def remove_key(self, mode: CUDAGraphMode, key: BatchDescriptor, reason: str) -> None:
+    def remove_key(
+        self, mode: CUDAGraphMode, key: BatchDescriptor, reason: str, rounds: int = 1
+    ) -> None:
         """Takes one key away, as where its capture failed; batches then take the next that fits.
 
         ``explain`` gives ``reason`` for a batch that is left without a FULL graph. Raises
         ``KeyError`` if there is no such key.
         """
-        if (mode, key) not in self.capture_list():
+        if (mode, key) not in self.capture_list(rounds):
             raise KeyError(f"no {mode} graph for {key}")
         if key.uniform:
-            self._uniform_counts[key.query_len, key.has_lora].remove(key.num_reqs)
+            self._uniform_counts[key.query_len, key.has_lora, rounds].remove(key.num_reqs)
         else:
             self._mixed_sizes[mode, key.has_lora].remove(key.num_tokens)
-        self._removed[mode, key] = reason
+        self._removed[mode, key, rounds] = reason
 
     def add_lora_keys(self) -> None:
         """Gives every uniform key a twin with ``has_lora``; other batches with adapters get none.
@@ -189,15 +229,15 @@ class CudagraphDispatcher:
         The same as ``initialize_cudagraph_keys(lora=True)`` does for uniform keys, for adapters
         that come later.
         """
-        for (query_len, has_lora), counts in list(self._uniform_counts.items()):
+        for (query_len, has_lora, rounds), counts in list(self._uniform_counts.items()):
             if not has_lora:
-                self._uniform_counts[query_len, True] = list(counts)
+                self._uniform_counts[query_len, True, rounds] = list(counts)
 
-    def restore_key(self, mode: CUDAGraphMode, key: BatchDescriptor) -> None:
+    def restore_key(self, mode: CUDAGraphMode, key: BatchDescriptor, rounds: int = 1) -> None:
         """Gives back a key that ``remove_key`` took. Raises ``KeyError`` if it took none such."""
-        del self._removed[mode, key]
+        del self._removed[mode, key, rounds]
         if key.uniform:
-            insort(self._uniform_counts[key.query_len, key.has_lora], key.num_reqs)
+            insort(self._uniform_counts[key.query_len, key.has_lora, rounds], key.num_reqs)
         else:
             insort(self._mixed_sizes[mode, key.has_lora], key.num_tokens)
 

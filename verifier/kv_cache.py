@@ -122,19 +122,23 @@ class BlockPool:
 
 
 def block_contents(
-    tokens: Sequence[int], block_size: int, salt: str, lookahead: int = 0
-) -> Iterator[bytes]:
-    """A key for each full block of a text: its tokens, all tokens before it, and ``salt``.
+    tokens: Sequence[int], block_size: int, salt: str, lookahead: int = 0, before: bytes = b""
+) -> Iterator[tuple[bytes, bytes]]:
+    """For each full block of a text: what it holds, and the key of the text up to its end.
 
-    ``salt`` tells apart texts whose KV differs for the same tokens (adapter and its version).
-    ``lookahead``: tokens after a block that its content depends on too; ``tokens`` must hold them.
+    What a block holds depends on its tokens, all tokens before it, and ``salt``, which tells apart
+    texts whose KV differs for the same tokens (adapter and its version).
+
+    Args:
+        lookahead: tokens after a block that its content depends on too; ``tokens`` must hold them.
+        before: the key of the text before ``tokens``, where they do not begin it.
     """
-    key = salt.encode()
+    key = before or salt.encode()
     for end in range(block_size, len(tokens) + 1 - lookahead, block_size):
         block = array("q", tokens[end - block_size : end]).tobytes()
         key = hashlib.blake2b(key + block, digest_size=16).digest()
-        if not lookahead:
-            yield key
-            continue
-        ahead = array("q", tokens[end : end + lookahead]).tobytes()
-        yield hashlib.blake2b(key + ahead, digest_size=16).digest()
+        content = key
+        if lookahead:
+            ahead = array("q", tokens[end : end + lookahead]).tobytes()
+            content = hashlib.blake2b(key + ahead, digest_size=16).digest()
+        yield content, key

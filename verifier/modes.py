@@ -109,7 +109,7 @@ class GraphKey(NamedTuple):
     role: str  # one of ROLES
     descriptor: BatchDescriptor
     variant: str = "greedy"  # one of VARIANTS
-    rounds: int = 1  # speculation rounds in one replay
+    rounds: int = 1  # steps (draft, verify, accept, advance) in one replay
 
 
 def resolve_cudagraph_mode(

@@ -173,16 +173,16 @@ def accept_and_commit(
 def commit(
     rows: RowState, accepted: Acceptance, num_drafted: Tensor, logprobs: Logprobs | None
 ) -> PassResult:
-    """Append the accepted tokens to the rows that still write."""
-    num_new = (accepted.num_accepted + 1 - accepted.failed.long()).where(rows.active, 0)
-    rows.commit(accepted.tokens, num_new)
+    """Append the accepted tokens to the rows that still write, up to the first that ends a text.
+
+    A row that has ended, or failed, has nothing left to write from then on.
+    """
+    failed = accepted.failed & rows.active
+    num_new = (accepted.num_accepted + 1 - failed.long()).where(rows.active, 0)
+    num_new, stopped = rows.up_to_stop(accepted.tokens, num_new)
+    rows.commit(accepted.tokens, num_new, stopped | failed)
     return PassResult.pack(
-        accepted.tokens,
-        num_new,
-        num_drafted,
-        accepted.num_accepted,
-        accepted.failed & rows.active,
-        logprobs,
+        accepted.tokens, num_new, num_drafted, accepted.num_accepted, failed, logprobs
     )
 
 

@@ -132,6 +132,15 @@ class Logprobs:
     top_ids: Tensor  # [R, Q, n] int64, likeliest first
     top: Tensor  # [R, Q, n] float32
 
+    @classmethod
+    def stack(cls, rounds: "list[Logprobs]") -> "Logprobs":
+        """Of several rounds, as [R, rounds, ...]."""
+        return cls(
+            chosen=torch.stack([each.chosen for each in rounds], dim=1),
+            top_ids=torch.stack([each.top_ids for each in rounds], dim=1),
+            top=torch.stack([each.top for each in rounds], dim=1),
+        )
+
 
 def token_logprobs(logits: Tensor, tokens: Tensor, count: int) -> Logprobs:
     """Log-probabilities of ``tokens`` [R, Q] (-1 for none) and of the ``count`` likeliest."""

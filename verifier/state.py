@@ -3,6 +3,7 @@
 Shape letters: S state rows, R requests of the batch, Q query length, L context, W table width.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -118,9 +119,18 @@ class DecodeState:
         empty = [-1] * MAX_BAD_WORD_LEN
         self._upload(rules.bad_words[row], words + [empty] * (MAX_BAD_WORDS - len(words)))
 
-    def write_blocks(self, row: int, first: int, blocks: list[int]) -> None:
-        """Append blocks to a row's table, from table column ``first`` on."""
-        self._upload(self.block_table[row, first : first + len(blocks)], blocks)
+    def write_blocks(self, entries: Sequence[tuple[int, int, list[int]]]) -> None:
+        """Append blocks to tables: for each (row, first, blocks), from column ``first`` on."""
+        places = [
+            (row, column, block)
+            for row, first, blocks in entries
+            for column, block in enumerate(blocks, first)
+        ]
+        # One copy for all of them.
+        index = torch.empty(len(places), 3, dtype=torch.int64, device=self.device)
+        self._upload(index, places)
+        rows, columns, blocks = index.unbind(1)
+        self.block_table[rows, columns] = blocks.int()
 
     def _upload(self, target: Tensor, values: list) -> None:
         source = torch.tensor(values, dtype=target.dtype)
@@ -208,6 +218,7 @@ class RowState:
             k=column("k"),
             draft_len=self.state.draft_len,
             adapter=column("adapter"),
+            stop_ids=self.state.rules.stop_ids,
             block_size=self.state.block_size,
         )
 
@@ -287,13 +298,30 @@ class RowState:
         )
         return positions.clamp_min(0).flatten(), metadata
 
-    def commit(self, tokens: Tensor, num_new: Tensor) -> None:
-        """Append the first ``num_new`` [R] of ``tokens`` [R, Q] to each row, in place."""
+    def up_to_stop(self, tokens: Tensor, num_new: Tensor) -> tuple[Tensor, Tensor]:
+        """``num_new`` [R] cut behind the first of ``tokens`` [R, Q] that ends its row's text.
+
+        Returns it and which rows have such a token, [R] bool.
+        """
+        stop_ids = self.state.rules.stop_ids[self.slots]
+        steps = torch.arange(tokens.shape[1], device=tokens.device)
+        stops = (tokens[..., None] == stop_ids[:, None]).any(-1) & (steps < num_new[:, None])
+        before = torch.where(stops, steps, tokens.shape[1]).amin(1)
+        return torch.minimum(num_new, before + 1), stops.any(1)
+
+    def commit(self, tokens: Tensor, num_new: Tensor, ended: Tensor) -> None:
+        """Append the first ``num_new`` [R] of ``tokens`` [R, Q] to each row, in place.
+
+        Rows that have ``ended`` [R] bool may write nothing more.
+        """
         steps = torch.arange(tokens.shape[1], device=tokens.device)
         positions = self.seq_lens[:, None] + steps
         positions = positions.where(steps < num_new[:, None], self.state.max_model_len)
         self.state.tokens[self.slots[:, None], positions] = tokens.int()
-        self.state.seq_len[self.slots] = self.seq_lens + num_new
+        seq_lens = self.seq_lens + num_new
+        self.state.seq_len[self.slots] = seq_lens
+        end = self.state.column("end")
+        end[self.slots] = torch.where(ended, seq_lens, end[self.slots])
 
 
 def _repeated(values: Tensor | None, times: int) -> Tensor | None:

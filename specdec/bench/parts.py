@@ -48,7 +48,7 @@ class PartTimer:
         generator = torch.Generator().manual_seed(0)
         for row in range(num_reqs):
             ids = torch.randint(self.step.vocab_size, (context,), generator=generator).tolist()
-            state.write_blocks(row, 0, list(range(row * width, (row + 1) * width)))
+            state.write_blocks([(row, 0, list(range(row * width, (row + 1) * width)))])
             fields = {
                 "end": state.max_model_len,
                 "k": k,

@@ -109,7 +109,12 @@ class ServingEngine(AsyncEngine):
         return self._failure is not None
 
     async def start(
-        self, prompts: Sequence[Prompt], params: SamplingParams, lora: str | None
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        lora: str | None,
+        *,
+        streamed: bool = False,
     ) -> Job:
         """Queue all prompts, or none where one of them is refused.
 
@@ -127,7 +132,10 @@ class ServingEngine(AsyncEngine):
                 f"server holds {self.max_waiting}"
             )
         self._num_texts += num_texts
-        tasks = [asyncio.create_task(self._submit(prompt, params, lora)) for prompt in prompts]
+        tasks = [
+            asyncio.create_task(self._submit(prompt, params, lora, streamed=streamed))
+            for prompt in prompts
+        ]
         try:
             callers = await asyncio.gather(*tasks)
         except BaseException:

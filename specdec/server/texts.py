@@ -85,7 +85,7 @@ class TextService:
         params = wanted.params
         if not wanted.has_limit:
             params = replace(params, max_new_tokens=self._room(len(prompts[0]), params))
-        return await self._front.start(prompts, params, lora)
+        return await self._front.start(prompts, params, lora, streamed=wanted.stream)
 
     async def _ids(self, prompt: Prompt) -> Prompt:
         # In the engine's thread a long text would hold up everybody's next step.

@@ -64,6 +64,30 @@ def one_request(prompt: Batch, first: int, query_len: int, uniform: bool) -> Bat
     )
 
 
+@pytest.mark.parametrize("query_len", [1, 5])
+@pytest.mark.parametrize(("heads", "head_size"), [((32, 8), 128), ((9, 3), 64)], ids=str)
+def test_bits_depend_neither_on_slices_nor_on_asking_ahead(heads, head_size, query_len) -> None:
+    """Values cut by their features, parts read before they are folded: the default's bits, with
+    one leaf, one node and several, alone and beside others."""
+    leaf = leaf_size(head_size, 2)
+    lengths = [0, 1, leaf - 1, leaf, leaf * NODE - 2, leaf * NODE, leaf * 9 + 5, leaf * 70 + 1]
+    sizes = {"num_heads": heads[0], "num_kv_heads": heads[1], "head_size": head_size}
+    sizes |= {"uniform": True, "block_size": 16}
+    batches = [gpu_batch([length], [query_len], **sizes) for length in lengths]
+    batches += [gpu_batch(lengths, [query_len] * len(lengths), **sizes)]
+    batches += [gpu_batch([leaf * 5 + 9], [query_len], sliding_window=leaf * 3, **sizes)]
+    for slices, ahead, warps in ((1, True, 4), (2, False, 4), (2, True, 8), (4, True, 4)):
+        config = attention_triton.TileConfig(num_warps=warps, stages=2, slices=slices, ahead=ahead)
+        scratch = attention_triton.Scratch()
+        for batch in batches:
+            wanted = attention_triton.paged_attention(**batch.arguments())
+            for _ in range(3):
+                got = attention_triton.paged_attention(
+                    **batch.arguments(), scratch=scratch, config=config
+                )
+                assert torch.equal(got, wanted), (slices, ahead, warps, batch.context_lens)
+
+
 @pytest.mark.parametrize(
     ("heads", "head_size", "dtype", "options"),
     [

@@ -121,7 +121,7 @@ def test_every_captured_key_equals_eager(models, wide_models, shape, k):
     draft = {"tiny": models["blend.1"], "wide": wide_models["blend"]}[shape]
     params = [greedy(12), greedy(12, temperature=0.8, seed=5)]
     with (
-        gpu_engine(target, draft, k, debug=True) as graphs,
+        gpu_engine(target, draft, k, debug=True, steps_per_replay=1) as graphs,
         gpu_engine(target, draft, k, cudagraph_mode="NONE") as eager,
     ):
         for count in range(1, 9):

@@ -66,6 +66,7 @@ def test_acceptance_and_advance(query_len, rates) -> None:
     results = []
     for device in ("cuda", "cpu"):
         rows = make_rows(device)
+        rows.state.rules.stop_ids[::3, 5] = 1
         made = passes.verify_pass(rows, drafts.to(device), 50)
         simulated = None if rates is None else torch.tensor(rates, device=device)
         choice = (targets.to(device), finite.to(device))

@@ -123,6 +123,30 @@ def test_whole_tiles_where_they_balance(monkeypatch) -> None:
     assert (scratch.parts(1, batch.query) == 7.0).all()
 
 
+@pytest.mark.parametrize(("slices", "ahead"), [(2, False), (2, True)])
+def test_bits_depend_neither_on_slices_nor_on_asking_ahead(slices, ahead, monkeypatch) -> None:
+    """Values cut by their features, parts read before they are folded: the same bits, with
+    leaves, nodes or all keys as the unit of work, for one request and for several."""
+    config = attention_triton.TileConfig(num_warps=4, stages=1, slices=slices, ahead=ahead)
+    sizes = {"uniform": True, "num_heads": 2, "num_kv_heads": 1, "head_size": 32}
+    lengths = [0, LEAF - 5, LEAF * (NODE + 1) + 7]
+    batches = [make_batch([length], [3], **sizes) for length in lengths]
+    batches += [make_batch(lengths, [2] * len(lengths), **sizes)]
+    # The first leaf in the window is the third of its node.
+    batches += [make_batch(lengths[2:], [3], sliding_window=LEAF * 3, **sizes)]
+    wanted = [attend(batch) for batch in batches]
+    for programs, scratch_bytes in ((1000, 1 << 30), (1, 1 << 30), (1, 0)):
+        monkeypatch.setattr(attention_triton, "num_programs", lambda *_, n=programs: n)
+        monkeypatch.setattr(attention_triton, "MAX_SCRATCH_BYTES", scratch_bytes)
+        for batch, expected in zip(batches, wanted, strict=True):
+            scratch = attention_triton.Scratch()
+            for _ in range(2):
+                got = attention_triton.paged_attention(
+                    **batch.arguments(), scratch=scratch, config=config
+                )
+                assert torch.equal(got, expected)
+
+
 def solo(batch: Batch, request: int, first: int, query_len: int) -> Batch:
     """Rows ``first .. first + query_len - 1`` of one request as a uniform batch of their own."""
     start = int(batch.query_start_loc[request]) + first

@@ -102,9 +102,13 @@ def test_acceptance_commits_and_advances(query_len, rates, options) -> None:
     finite = torch.rand(9, query_len, generator=generator) > 0.2
     drafted = torch.randint(query_len, (9,), generator=generator)
     ours, theirs = make_state(), make_state()
+    for state in (ours, theirs):
+        # Every third row ends at token 1; entries of -1 must not match the -1 past a run.
+        state.rules.stop_ids[::3, 5] = 1
     rows, twin = rows_of(ours), rows_of(theirs)
     lengths = (rows.seq_lens, rows.remaining, rows.max_drafts)
     simulated = None if rates is None else torch.tensor(rates)
+    ends = ours.column("end").clone()
     packed, accepted = accept_triton.accept_and_commit(
         rows.tensors, targets, finite, drafts, drafted, simulated
     )
@@ -117,6 +121,9 @@ def test_acceptance_commits_and_advances(query_len, rates, options) -> None:
     assert not torch.equal(ours.draft_len, make_state().draft_len)
     assert torch.equal(ours.draft_len, before.state.draft_len)
     assert torch.equal(ours.seq_len, theirs.seq_len)
+    assert torch.equal(ours.column("end"), theirs.column("end"))
+    has_ended = ours.column("end") != ends
+    assert has_ended.any() and torch.equal(ours.column("end")[has_ended], ours.seq_len[has_ended])
     assert torch.equal(ours.tokens[:, :-1], theirs.tokens[:, :-1])
     assert result.packed[:, query_len].unique().numel() > 1
 
