@@ -42,6 +42,7 @@ def logits_of(
     *,
     chunks: Sequence[int] | None = None,
     num_layers: int | None = None,
+    adapter_slots: Tensor | None = None,
 ) -> Tensor:
     """Logits after each of ``ids``, [len(ids), vocab], fed in ``chunks`` (one by default).
 
@@ -61,6 +62,7 @@ def logits_of(
             slot_mapping=slots,
             max_query_len=length,
             uniform=True,
+            adapter_slots=None if adapter_slots is None else adapter_slots[start : start + length],
         )
         token_ids = torch.tensor(ids[start : start + length])
         hidden = model.forward(token_ids, positions, cache, metadata, num_layers=num_layers)

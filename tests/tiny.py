@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import tiny_families
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -19,6 +20,7 @@ ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    **tiny_families.ARCHITECTURES,
 }
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
@@ -78,7 +80,7 @@ def make_tiny(
     }
     if family == "mistral":
         config["sliding_window"] = None
-    config |= config_overrides
+    config |= tiny_families.FIELDS.get(family, {}) | config_overrides
     tensors = _random_tensors(config, family, seed, std)
     write_checkpoint(
         folder, config, {name: t.to(dtype) for name, t in tensors.items()}, shards=shards
@@ -276,7 +278,7 @@ def _random_tensors(
     hidden, ffn, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     q_size = config["num_attention_heads"] * head_dim
     kv_size = config["num_key_value_heads"] * head_dim
-    qkv_bias = family == "qwen2" or config.get("attention_bias", False)
+    qkv_bias = family in tiny_families.QKV_BIAS or config.get("attention_bias", False)
     tensors = {EMBEDDING: matrix(config["vocab_size"], hidden)}
 
     def linear(name: str, rows: int, columns: int, bias: bool) -> None:
@@ -291,10 +293,14 @@ def _random_tensors(
         linear(at + "self_attn.k_proj", kv_size, hidden, qkv_bias)
         linear(at + "self_attn.v_proj", kv_size, hidden, qkv_bias)
         linear(at + "self_attn.o_proj", hidden, q_size, config.get("attention_bias", False))
-        if family == "qwen3":
+        if family in tiny_families.QK_NORM:
             tensors[at + "self_attn.q_norm.weight"] = vector(head_dim, 1.0)
             tensors[at + "self_attn.k_norm.weight"] = vector(head_dim, 1.0)
         tensors[at + "post_attention_layernorm.weight"] = vector(hidden, 1.0)
+        experts = tiny_families.sparse_mlp(config, layer)
+        if experts is not None:
+            tensors |= {f"{at}{name}.weight": matrix(*shape) for name, *shape in experts}
+            continue
         for name in ("gate_proj", "up_proj"):
             linear(at + "mlp." + name, ffn, hidden, config.get("mlp_bias", False))
         linear(at + "mlp.down_proj", hidden, ffn, config.get("mlp_bias", False))

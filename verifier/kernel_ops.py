@@ -14,6 +14,7 @@ from torch._ops import OpOverload
 
 from specdec.kernels.activation import silu_mul
 from specdec.kernels.linear import linear, linear_add, linear_silu_mul
+from specdec.kernels.moe import apply_experts, route_experts
 from specdec.kernels.norm import add_rms_norm, rms_norm
 
 _library = torch.library.Library("specdec", "FRAGMENT")
@@ -61,5 +62,20 @@ KERNEL_OPS: dict[Callable[..., Any], OpOverload] = {
         "silu_mul(Tensor gate_up) -> Tensor",
         silu_mul,
         lambda gate_up: _rows_by(gate_up, gate_up.shape[-1] // 2),
+    ),
+    route_experts: _register(
+        "route_experts(Tensor logits, Tensor? bias, int top_k, bool sigmoid, bool normalize, "
+        "float scale, int num_groups, int top_groups) -> (Tensor, Tensor)",
+        route_experts,
+        lambda logits, bias, top_k, *_: (
+            _rows_by(logits, top_k, torch.int32),
+            _rows_by(logits, top_k, torch.float32),
+        ),
+    ),
+    apply_experts: _register(
+        "apply_experts(Tensor x, Tensor gate_up, Tensor down, Tensor experts, Tensor weights) "
+        "-> Tensor",
+        apply_experts,
+        lambda x, *_: x.new_empty(x.shape),
     ),
 }

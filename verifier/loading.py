@@ -153,10 +153,8 @@ def silence_layers(model: CausalLM, first: int) -> None:
     ``truncate_layers(model, first)`` is then a draft that agrees with the model everywhere.
     """
     for layer in model.first_layers()[first:]:
-        for output in (layer.attention.o_proj, layer.mlp.down_proj):
-            output.weight.zero_()
-            if output.bias is not None:
-                output.bias.zero_()
+        for weight in (*layer.attention.last_weights(), *layer.mlp.last_weights()):
+            weight.zero_()
 
 
 def save_model(model: CausalLM, folder: str | Path) -> Path:

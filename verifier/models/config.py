@@ -8,6 +8,14 @@ from typing import Any
 
 import torch
 
+from specdec.verifier.models.fields import (
+    UnsupportedModelError,
+    boolean,
+    integer,
+    number,
+    token_ids,
+)
+from specdec.verifier.models.moe_config import MoeConfig, moe_json, parse_moe
 from specdec.verifier.models.rope import RopeConfig, parse_rope, rope_json
 
 DTYPES = {
@@ -15,10 +23,6 @@ DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
-
-
-class UnsupportedModelError(ValueError):
-    """The model needs something that this engine does not have; the message names it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +34,7 @@ class Family:
     qk_norm: bool = False
     default_sliding_window: int | None = None  # where config.json has no such field
     default_head_size: int | None = None  # None: hidden_size / num_attention_heads
+    has_experts: bool = False
 
 
 FAMILIES = {
@@ -37,6 +42,9 @@ FAMILIES = {
     "MistralForCausalLM": Family(model_type="mistral", qkv_bias=False, default_sliding_window=4096),
     "Qwen2ForCausalLM": Family(model_type="qwen2", qkv_bias=True),
     "Qwen3ForCausalLM": Family(model_type="qwen3", qk_norm=True, default_head_size=128),
+    "MixtralForCausalLM": Family(model_type="mixtral", qkv_bias=False, has_experts=True),
+    "Qwen2MoeForCausalLM": Family(model_type="qwen2_moe", has_experts=True),
+    "Qwen3MoeForCausalLM": Family(model_type="qwen3_moe", qk_norm=True, has_experts=True),
 }
 
 
@@ -60,6 +68,7 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    moe: MoeConfig | None = None
     dtype: torch.dtype = torch.float32  # of the checkpoint
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -142,6 +151,7 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
         "rope_parameters": rope,
         "tie_word_embeddings": config.tie_word_embeddings,
         "attention_bias": config.o_bias,
+        "qkv_bias": config.qkv_bias,
         "mlp_bias": config.mlp_bias,
         "torch_dtype": dtype,
         "dtype": dtype,
@@ -151,6 +161,8 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
     }
     if config.architecture == "MistralForCausalLM":
         content["sliding_window"] = None
+    if config.moe is not None:
+        content |= moe_json(config.moe, content["model_type"])
     return content
 
 
@@ -159,9 +171,9 @@ def _parse(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelCon
     family = FAMILIES[architecture]
     _refuse_unsupported(config, family)
 
-    hidden_size = _integer(config, "hidden_size")
-    num_heads = _integer(config, "num_attention_heads")
-    head_size = _integer(config, "head_dim", family.default_head_size or 0, minimum=0)
+    hidden_size = integer(config, "hidden_size")
+    num_heads = integer(config, "num_attention_heads")
+    head_size = integer(config, "head_dim", family.default_head_size or 0, minimum=0)
     if head_size == 0:
         if hidden_size % num_heads:
             raise ValueError(
@@ -169,7 +181,7 @@ def _parse(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelCon
                 "and there is no head_dim"
             )
         head_size = hidden_size // num_heads
-    max_position = _integer(config, "max_position_embeddings")
+    max_position = integer(config, "max_position_embeddings")
     try:
         rope = parse_rope(config, head_size=head_size, max_position=max_position)
     except ValueError as error:
@@ -177,26 +189,30 @@ def _parse(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelCon
     if rope.rope_type == "yarn":
         # Files in the field give YaRN's factor beside the context length before extension.
         max_position = max(max_position, int(rope.original_max_position * rope.factor))
-    attention_bias = _boolean(config, "attention_bias", False)
-    eos = _token_ids(generation, "eos_token_id") or _token_ids(config, "eos_token_id")
-    bos = _token_ids(config, "bos_token_id")
+    attention_bias = boolean(config, "attention_bias", False)
+    qkv_bias = family.qkv_bias
+    if family.model_type == "qwen2_moe":
+        qkv_bias = boolean(config, "qkv_bias", True)
+    eos = token_ids(generation, "eos_token_id") or token_ids(config, "eos_token_id")
+    bos = token_ids(config, "bos_token_id")
     return ModelConfig(
         architecture=architecture,
-        vocab_size=_integer(config, "vocab_size"),
+        vocab_size=integer(config, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=_integer(config, "intermediate_size"),
-        num_layers=_integer(config, "num_hidden_layers"),
+        intermediate_size=integer(config, "intermediate_size"),
+        num_layers=integer(config, "num_hidden_layers"),
         num_heads=num_heads,
-        num_kv_heads=_integer(config, "num_key_value_heads", num_heads),
+        num_kv_heads=integer(config, "num_key_value_heads", num_heads),
         head_size=head_size,
         max_position_embeddings=max_position,
-        rms_norm_eps=_number(config, "rms_norm_eps", 1e-6),
+        rms_norm_eps=number(config, "rms_norm_eps", 1e-6),
         rope=rope,
-        tie_word_embeddings=_boolean(config, "tie_word_embeddings", False),
-        qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
-        o_bias=attention_bias if family.qkv_bias is None else False,
-        mlp_bias=_boolean(config, "mlp_bias", False) and family.model_type == "llama",
+        tie_word_embeddings=boolean(config, "tie_word_embeddings", False),
+        qkv_bias=attention_bias if qkv_bias is None else qkv_bias,
+        o_bias=attention_bias if qkv_bias is None else False,
+        mlp_bias=boolean(config, "mlp_bias", False) and family.model_type == "llama",
         qk_norm=family.qk_norm,
+        moe=parse_moe(config, family.model_type) if family.has_experts else None,
         dtype=_dtype(config),
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=eos,
@@ -236,53 +252,15 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
     if others:
         raise UnsupportedModelError(f"layer_types {', '.join(others)} are not supported")
     window = config.get("sliding_window", family.default_sliding_window)
-    if family.model_type in ("qwen2", "qwen3") and not config.get("use_sliding_window", False):
+    if family.model_type in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe") and not config.get(
+        "use_sliding_window", False
+    ):
         window = None
-    if window is not None and window < _integer(config, "max_position_embeddings"):
+    if window is not None and window < integer(config, "max_position_embeddings"):
         raise UnsupportedModelError(
             f"sliding_window={window} is active (shorter than max_position_embeddings), and "
             "sliding windows are not supported yet"
         )
-
-
-_REQUIRED = object()
-
-
-def _integer(
-    config: Mapping[str, Any], name: str, default: Any = _REQUIRED, *, minimum: int = 1
-) -> int:
-    value = config.get(name)
-    if value is None:
-        value = default
-    if value is _REQUIRED:
-        raise ValueError(f"the field {name} is missing")
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise ValueError(f"{name} must be an integer of at least {minimum}, got {value!r}")
-    return value
-
-
-def _number(config: Mapping[str, Any], name: str, default: float) -> float:
-    value = config.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-        raise ValueError(f"{name} must be a number of at least 0, got {value!r}")
-    return float(value)
-
-
-def _boolean(config: Mapping[str, Any], name: str, default: bool) -> bool:
-    value = config.get(name)
-    if value is None:
-        value = default
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be true or false, got {value!r}")
-    return value
-
-
-def _token_ids(config: Mapping[str, Any], name: str) -> tuple[int, ...]:
-    value = config.get(name)
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if any(isinstance(item, bool) or not isinstance(item, int) or item < 0 for item in ids):
-        raise ValueError(f"{name} must be a token id or a list of token ids, got {value!r}")
-    return tuple(ids)
 
 
 def _dtype(config: Mapping[str, Any]) -> torch.dtype:

@@ -119,6 +119,15 @@ class Attention(nn.Module):
         out = attend(q, k, v, positions, cos_sin, layer, self.scale)  # [T, H, D]
         return self.o_proj(out.flatten(1), adapter_rows)
 
+    def linears(self, prefix: str) -> Iterator[tuple[str, Linear]]:
+        """Projections that adapters can change, by their names' prefix."""
+        yield prefix, self.qkv_proj
+        yield prefix, self.o_proj
+
+    def last_weights(self) -> Iterator[Tensor]:
+        """The weight and bias of the last product."""
+        yield from self.o_proj.parameters()
+
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         yield from self.qkv_proj.weight_slots(prefix)
         yield from self.o_proj.weight_slots(prefix)
@@ -131,18 +140,25 @@ class MLP(nn.Module):
     """down(silu(gate(x)) * up(x)), gate and up in one product."""
 
     def __init__(
-        self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str
+        self,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        width: int | None = None,
     ) -> None:
+        """``width``: features inside; ``intermediate_size`` of the config by default."""
         super().__init__()
+        width = width or config.intermediate_size
         self.gate_up_proj = Linear(
             config.hidden_size,
-            {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size},
+            {"gate_proj": width, "up_proj": width},
             bias=config.mlp_bias,
             dtype=dtype,
             device=device,
         )
         self.down_proj = Linear(
-            config.intermediate_size,
+            width,
             {"down_proj": config.hidden_size},
             bias=config.mlp_bias,
             dtype=dtype,
@@ -159,29 +175,13 @@ class MLP(nn.Module):
             hidden = gate_up.adapters.linear_silu_mul(x, gate_up.weight, adapter_rows)
         return self.down_proj(hidden, adapter_rows)
 
+    def linears(self, prefix: str) -> Iterator[tuple[str, Linear]]:
+        yield prefix, self.gate_up_proj
+        yield prefix, self.down_proj
+
+    def last_weights(self) -> Iterator[Tensor]:
+        yield from self.down_proj.parameters()
+
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         yield from self.gate_up_proj.weight_slots(prefix)
         yield from self.down_proj.weight_slots(prefix)
-
-
-class DecoderLayer(nn.Module):
-    """The weights of one layer; ``CausalLM.forward`` fuses its norms with the residual adds."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
-        super().__init__()
-        self.input_norm = empty_parameter(config.hidden_size, dtype=dtype, device=device)
-        self.attention = Attention(config, dtype=dtype, device=device)
-        self.post_attention_norm = empty_parameter(config.hidden_size, dtype=dtype, device=device)
-        self.mlp = MLP(config, dtype=dtype, device=device)
-
-    def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
-        yield f"{prefix}.input_layernorm.weight", self.input_norm
-        yield from self.attention.weight_slots(f"{prefix}.self_attn")
-        yield f"{prefix}.post_attention_layernorm.weight", self.post_attention_norm
-        yield from self.mlp.weight_slots(f"{prefix}.mlp")

@@ -1,5 +1,6 @@
-"""The Llama family: Llama, Mistral, Qwen2 (biases) and Qwen3 (norms on queries and keys)."""
+"""The decoder-only language model that all families share; their layers differ."""
 
+from collections.abc import Iterator
 from typing import cast
 
 import torch
@@ -14,7 +15,8 @@ from specdec.verifier.attention.base import AttentionBackend, AttentionMetadata
 from specdec.verifier.attention.op import LayerAttention, OpaqueAttention, PagedAttention
 from specdec.verifier.kv_cache import KVCache
 from specdec.verifier.models.config import ModelConfig
-from specdec.verifier.models.layers import DecoderLayer, empty_parameter
+from specdec.verifier.models.decoder import DecoderLayer
+from specdec.verifier.models.layers import Linear, empty_parameter
 from specdec.verifier.models.lora import AdapterRows, LoraStack
 from specdec.verifier.models.rope import cos_sin_table
 
@@ -40,7 +42,7 @@ class CausalLM(nn.Module):
             config.vocab_size, config.hidden_size, dtype=dtype, device=device
         )
         self.layers = nn.ModuleList(
-            DecoderLayer(config, dtype=dtype, device=device) for _ in range(config.num_layers)
+            DecoderLayer(config, i, dtype=dtype, device=device) for i in range(config.num_layers)
         )
         self.norm = empty_parameter(config.hidden_size, dtype=dtype, device=device)
         # A tied head is the embedding itself, not another parameter.
@@ -161,6 +163,11 @@ class CausalLM(nn.Module):
             dtype=self.dtype,
             device=self.device,
         )
+
+    def linears(self) -> Iterator[tuple[str, Linear]]:
+        """Every layer that adapters can change, by its names' prefix; embedding and head aside."""
+        for i, layer in enumerate(self.first_layers()):
+            yield from layer.linears(f"model.layers.{i}")
 
     def weight_slots(self) -> dict[str, Tensor]:
         """Where each tensor of a checkpoint goes: its Hugging Face name -> a view of the weights.

@@ -1,0 +1,42 @@
+"""One decoder layer, put together as its model's configuration says."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from specdec.verifier.models.config import ModelConfig
+from specdec.verifier.models.layers import MLP, Attention, Linear, WeightSlot, empty_parameter
+from specdec.verifier.models.moe import SparseMLP
+
+
+class DecoderLayer(nn.Module):
+    """The weights of layer ``index``; ``CausalLM`` fuses its norms with the residual adds."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        index: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__()
+        self.input_norm = empty_parameter(config.hidden_size, dtype=dtype, device=device)
+        self.attention = Attention(config, dtype=dtype, device=device)
+        self.post_attention_norm = empty_parameter(config.hidden_size, dtype=dtype, device=device)
+        is_sparse = config.moe is not None and index not in config.moe.dense_layers
+        self.mlp: MLP | SparseMLP = (SparseMLP if is_sparse else MLP)(
+            config, dtype=dtype, device=device
+        )
+
+    def linears(self, prefix: str) -> Iterator[tuple[str, Linear]]:
+        """Projections that adapters can change, by their names' prefix."""
+        yield from self.attention.linears(f"{prefix}.self_attn")
+        yield from self.mlp.linears(f"{prefix}.mlp")
+
+    def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
+        yield f"{prefix}.input_layernorm.weight", self.input_norm
+        yield from self.attention.weight_slots(f"{prefix}.self_attn")
+        yield f"{prefix}.post_attention_layernorm.weight", self.post_attention_norm
+        yield from self.mlp.weight_slots(f"{prefix}.mlp")
