@@ -370,6 +370,8 @@ def _choose_backend(
         dtype=_dtype(config, source, device),
         block_size=limits.block_size,
         device=device,
+        sliding_window=source.config.sliding_window,
+        soft_cap=source.config.attention_soft_cap,
     )
 
 

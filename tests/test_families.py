@@ -10,6 +10,9 @@ MODELS = {
     "mixtral": {},
     "qwen2_moe": {},
     "qwen3_moe": {"layers": 3, "mlp_only_layers": [1]},
+    "mistral": {"sliding_window": 7},
+    "gemma2": {"layers": 3},
+    "gemma3_text": {"layers": 3},
 }
 ONE_RUNG = {"uniform_request_counts": [5]}
 NEW_TOKENS = 20

@@ -275,6 +275,7 @@ def _random_tensors(
     def vector(size: int, mean: float) -> Tensor:
         return mean + 0.1 * torch.randn(size, generator=generator)
 
+    norm_mean = 0.0 if family in tiny_families.GEMMA else 1.0
     hidden, ffn, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     q_size = config["num_attention_heads"] * head_dim
     kv_size = config["num_key_value_heads"] * head_dim
@@ -288,15 +289,18 @@ def _random_tensors(
 
     for layer in range(config["num_hidden_layers"]):
         at = f"model.layers.{layer}."
-        tensors[at + "input_layernorm.weight"] = vector(hidden, 1.0)
+        tensors[at + "input_layernorm.weight"] = vector(hidden, norm_mean)
         linear(at + "self_attn.q_proj", q_size, hidden, qkv_bias)
         linear(at + "self_attn.k_proj", kv_size, hidden, qkv_bias)
         linear(at + "self_attn.v_proj", kv_size, hidden, qkv_bias)
         linear(at + "self_attn.o_proj", hidden, q_size, config.get("attention_bias", False))
         if family in tiny_families.QK_NORM:
-            tensors[at + "self_attn.q_norm.weight"] = vector(head_dim, 1.0)
-            tensors[at + "self_attn.k_norm.weight"] = vector(head_dim, 1.0)
-        tensors[at + "post_attention_layernorm.weight"] = vector(hidden, 1.0)
+            tensors[at + "self_attn.q_norm.weight"] = vector(head_dim, norm_mean)
+            tensors[at + "self_attn.k_norm.weight"] = vector(head_dim, norm_mean)
+        tensors[at + "post_attention_layernorm.weight"] = vector(hidden, norm_mean)
+        if family in tiny_families.GEMMA:
+            for name in ("pre_feedforward_layernorm", "post_feedforward_layernorm"):
+                tensors[f"{at}{name}.weight"] = vector(hidden, norm_mean)
         experts = tiny_families.sparse_mlp(config, layer)
         if experts is not None:
             tensors |= {f"{at}{name}.weight": matrix(*shape) for name, *shape in experts}
@@ -304,7 +308,7 @@ def _random_tensors(
         for name in ("gate_proj", "up_proj"):
             linear(at + "mlp." + name, ffn, hidden, config.get("mlp_bias", False))
         linear(at + "mlp.down_proj", hidden, ffn, config.get("mlp_bias", False))
-    tensors["model.norm.weight"] = vector(hidden, 1.0)
+    tensors["model.norm.weight"] = vector(hidden, norm_mean)
     if not config["tie_word_embeddings"]:
         tensors[HEAD] = matrix(config["vocab_size"], hidden)
     return tensors

@@ -7,8 +7,12 @@ ARCHITECTURES = {
     "mixtral": "MixtralForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
 }
-QK_NORM = ("qwen3", "qwen3_moe")
+QK_NORM = ("qwen3", "qwen3_moe", "gemma3_text")
+# Norms multiply by one plus their weight, and stand behind attention and MLP too.
+GEMMA = ("gemma2", "gemma3_text")
 QKV_BIAS = ("qwen2", "qwen2_moe")
 
 FIELDS: dict[str, dict[str, Any]] = {
@@ -27,6 +31,20 @@ FIELDS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
+    },
+    "gemma2": {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 6,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 9.0,
+    },
+    "gemma3_text": {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 6,
+        "sliding_window_pattern": 2,
+        "rope_local_base_freq": 100.0,
     },
 }
 

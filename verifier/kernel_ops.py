@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from specdec.kernels.activation import silu_mul
+from specdec.kernels.activation import gelu_tanh_mul, silu_mul
 from specdec.kernels.linear import linear, linear_add, linear_silu_mul
 from specdec.kernels.moe import apply_experts, route_experts
 from specdec.kernels.norm import add_rms_norm, rms_norm
@@ -49,18 +49,24 @@ KERNEL_OPS: dict[Callable[..., Any], OpOverload] = {
         lambda x, weight: _rows_by(x, weight.shape[0] // 2),
     ),
     rms_norm: _register(
-        "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor",
+        "rms_norm(Tensor x, Tensor weight, float eps, bool unit_offset=False) -> Tensor",
         rms_norm,
-        lambda x, weight, eps: x.new_empty(x.shape),
+        lambda x, *_: x.new_empty(x.shape),
     ),
     add_rms_norm: _register(
-        "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
+        "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, "
+        "bool unit_offset=False) -> (Tensor, Tensor)",
         add_rms_norm,
-        lambda x, residual, weight, eps: (x.new_empty(x.shape), x.new_empty(x.shape)),
+        lambda x, *_: (x.new_empty(x.shape), x.new_empty(x.shape)),
     ),
     silu_mul: _register(
         "silu_mul(Tensor gate_up) -> Tensor",
         silu_mul,
+        lambda gate_up: _rows_by(gate_up, gate_up.shape[-1] // 2),
+    ),
+    gelu_tanh_mul: _register(
+        "gelu_tanh_mul(Tensor gate_up) -> Tensor",
+        gelu_tanh_mul,
         lambda gate_up: _rows_by(gate_up, gate_up.shape[-1] // 2),
     ),
     route_experts: _register(

@@ -143,7 +143,7 @@ def truncate_layers(model: CausalLM, num_layers: int) -> CausalLM:
     )
     short.embed_tokens, short.norm, short.lm_head = model.embed_tokens, model.norm, model.lm_head
     short.layers = torch.nn.ModuleList(model.first_layers(num_layers))
-    short.cos_sin = model.cos_sin
+    short.cos_sin, short.local_cos_sin = model.cos_sin, model.local_cos_sin
     return short.eval()
 
 

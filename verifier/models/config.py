@@ -15,8 +15,10 @@ from specdec.verifier.models.fields import (
     number,
     token_ids,
 )
+from specdec.verifier.models.gemma_config import gemma_fields, gemma_json, parse_two_ropes
 from specdec.verifier.models.moe_config import MoeConfig, moe_json, parse_moe
 from specdec.verifier.models.rope import RopeConfig, parse_rope, rope_json
+from specdec.verifier.models.windows import parse_windows, windows_json
 
 DTYPES = {
     "float32": torch.float32,
@@ -32,19 +34,32 @@ class Family:
     model_type: str
     qkv_bias: bool | None = None  # None: as the field attention_bias says
     qk_norm: bool = False
-    default_sliding_window: int | None = None  # where config.json has no such field
     default_head_size: int | None = None  # None: hidden_size / num_attention_heads
     has_experts: bool = False
+    activation: str = "silu"  # of the gate: silu, or gelu_tanh
+    # Gemma's: norms of 1 + weight, norms on what attention and MLP give, embeddings times the
+    # root of their size, tied by default.
+    is_gemma: bool = False
 
 
 FAMILIES = {
     "LlamaForCausalLM": Family(model_type="llama"),
-    "MistralForCausalLM": Family(model_type="mistral", qkv_bias=False, default_sliding_window=4096),
+    "MistralForCausalLM": Family(model_type="mistral", qkv_bias=False),
     "Qwen2ForCausalLM": Family(model_type="qwen2", qkv_bias=True),
     "Qwen3ForCausalLM": Family(model_type="qwen3", qk_norm=True, default_head_size=128),
     "MixtralForCausalLM": Family(model_type="mixtral", qkv_bias=False, has_experts=True),
     "Qwen2MoeForCausalLM": Family(model_type="qwen2_moe", has_experts=True),
     "Qwen3MoeForCausalLM": Family(model_type="qwen3_moe", qk_norm=True, has_experts=True),
+    "Gemma2ForCausalLM": Family(
+        model_type="gemma2", default_head_size=256, activation="gelu_tanh", is_gemma=True
+    ),
+    "Gemma3ForCausalLM": Family(
+        model_type="gemma3_text",
+        qk_norm=True,
+        default_head_size=256,
+        activation="gelu_tanh",
+        is_gemma=True,
+    ),
 }
 
 
@@ -69,6 +84,12 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     moe: MoeConfig | None = None
+    attention_scale: float | None = None  # of the scores; None: 1 / sqrt(head_size)
+    attention_soft_cap: float | None = None  # bounds the scores
+    logit_soft_cap: float | None = None
+    sliding_window: int | None = None  # tokens that a sliding layer sees, the row's own included
+    sliding_layers: tuple[int, ...] = ()
+    local_rope: RopeConfig | None = None  # of the sliding layers, where it is another
     dtype: torch.dtype = torch.float32  # of the checkpoint
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -89,6 +110,14 @@ class ModelConfig:
                 f"the rotary part of a head ({self.rope.rotary_dim}) is larger than the head "
                 f"({self.head_size})"
             )
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.architecture]
+
+    def window_of(self, layer: int) -> int | None:
+        """Tokens that a layer's rows see, or None for all."""
+        return self.sliding_window if layer in self.sliding_layers else None
 
     @property
     def q_size(self) -> int:
@@ -159,8 +188,11 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
         "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
         "pad_token_id": None,
     }
-    if config.architecture == "MistralForCausalLM":
-        content["sliding_window"] = None
+    content |= windows_json(
+        config.sliding_window, config.sliding_layers, content["model_type"], config.num_layers
+    )
+    if config.family.is_gemma:
+        content |= gemma_json(config)
     if config.moe is not None:
         content |= moe_json(config.moe, content["model_type"])
     return content
@@ -182,13 +214,23 @@ def _parse(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelCon
             )
         head_size = hidden_size // num_heads
     max_position = integer(config, "max_position_embeddings")
+    local_rope = None
     try:
-        rope = parse_rope(config, head_size=head_size, max_position=max_position)
+        if family.model_type == "gemma3_text":
+            rope, local_rope = parse_two_ropes(
+                config, head_size=head_size, max_position=max_position
+            )
+        else:
+            rope = parse_rope(config, head_size=head_size, max_position=max_position)
     except ValueError as error:
         raise UnsupportedModelError(str(error)) from error
     if rope.rope_type == "yarn":
         # Files in the field give YaRN's factor beside the context length before extension.
         max_position = max(max_position, int(rope.original_max_position * rope.factor))
+    num_layers = integer(config, "num_hidden_layers")
+    window, sliding_layers = parse_windows(
+        config, family.model_type, num_layers=num_layers, max_position=max_position
+    )
     attention_bias = boolean(config, "attention_bias", False)
     qkv_bias = family.qkv_bias
     if family.model_type == "qwen2_moe":
@@ -200,19 +242,23 @@ def _parse(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelCon
         vocab_size=integer(config, "vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=integer(config, "intermediate_size"),
-        num_layers=integer(config, "num_hidden_layers"),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=integer(config, "num_key_value_heads", num_heads),
         head_size=head_size,
         max_position_embeddings=max_position,
         rms_norm_eps=number(config, "rms_norm_eps", 1e-6),
         rope=rope,
-        tie_word_embeddings=boolean(config, "tie_word_embeddings", False),
+        tie_word_embeddings=boolean(config, "tie_word_embeddings", family.is_gemma),
         qkv_bias=attention_bias if qkv_bias is None else qkv_bias,
         o_bias=attention_bias if qkv_bias is None else False,
         mlp_bias=boolean(config, "mlp_bias", False) and family.model_type == "llama",
         qk_norm=family.qk_norm,
         moe=parse_moe(config, family.model_type) if family.has_experts else None,
+        sliding_window=window,
+        sliding_layers=sliding_layers,
+        local_rope=local_rope,
+        **(gemma_fields(config, family.model_type) if family.is_gemma else {}),
         dtype=_dtype(config),
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=eos,
@@ -244,23 +290,16 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
         raise UnsupportedModelError(
             "the model brings its own code (auto_map, trust_remote_code), which is never run"
         )
-    activation = config.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise UnsupportedModelError(f"hidden_act {activation!r} is not supported; supported: silu")
-    layer_types = config.get("layer_types") or []
-    others = sorted({str(kind) for kind in layer_types if kind != "full_attention"})
-    if others:
-        raise UnsupportedModelError(f"layer_types {', '.join(others)} are not supported")
-    window = config.get("sliding_window", family.default_sliding_window)
-    if family.model_type in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe") and not config.get(
-        "use_sliding_window", False
-    ):
-        window = None
-    if window is not None and window < integer(config, "max_position_embeddings"):
+    field, known = "hidden_act", ["silu", "swish"]
+    if family.is_gemma:
+        field, known = "hidden_activation", ["gelu_pytorch_tanh"]
+    activation = config.get(field) or known[0]
+    if activation not in known:
         raise UnsupportedModelError(
-            f"sliding_window={window} is active (shorter than max_position_embeddings), and "
-            "sliding windows are not supported yet"
+            f"{field} {activation!r} is not supported; supported: {known[0]}"
         )
+    if config.get("use_bidirectional_attention"):
+        raise UnsupportedModelError("use_bidirectional_attention is not supported")
 
 
 def _dtype(config: Mapping[str, Any]) -> torch.dtype:

@@ -22,9 +22,18 @@ class DecoderLayer(nn.Module):
         device: torch.device | str,
     ) -> None:
         super().__init__()
-        self.input_norm = empty_parameter(config.hidden_size, dtype=dtype, device=device)
-        self.attention = Attention(config, dtype=dtype, device=device)
-        self.post_attention_norm = empty_parameter(config.hidden_size, dtype=dtype, device=device)
+
+        def norm() -> nn.Parameter:
+            return empty_parameter(config.hidden_size, dtype=dtype, device=device)
+
+        window = config.window_of(index)
+        self.has_local_rope = window is not None and config.local_rope is not None
+        self.input_norm = norm()
+        self.attention = Attention(config, sliding_window=window, dtype=dtype, device=device)
+        self.mlp_norm = norm()
+        # What attention and MLP give is normed before it is added to the residual stream.
+        self.attention_out_norm = norm() if config.family.is_gemma else None
+        self.mlp_out_norm = norm() if config.family.is_gemma else None
         is_sparse = config.moe is not None and index not in config.moe.dense_layers
         self.mlp: MLP | SparseMLP = (SparseMLP if is_sparse else MLP)(
             config, dtype=dtype, device=device
@@ -38,5 +47,10 @@ class DecoderLayer(nn.Module):
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         yield f"{prefix}.input_layernorm.weight", self.input_norm
         yield from self.attention.weight_slots(f"{prefix}.self_attn")
-        yield f"{prefix}.post_attention_layernorm.weight", self.post_attention_norm
+        if self.attention_out_norm is None or self.mlp_out_norm is None:
+            yield f"{prefix}.post_attention_layernorm.weight", self.mlp_norm
+        else:
+            yield f"{prefix}.post_attention_layernorm.weight", self.attention_out_norm
+            yield f"{prefix}.pre_feedforward_layernorm.weight", self.mlp_norm
+            yield f"{prefix}.post_feedforward_layernorm.weight", self.mlp_out_norm
         yield from self.mlp.weight_slots(f"{prefix}.mlp")

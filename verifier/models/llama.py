@@ -53,9 +53,17 @@ class CausalLM(nn.Module):
             )
         self.embed_adapters: LoraStack | None = None
         self.head_adapters: LoraStack | None = None
-        cos_sin = cos_sin_table(config.rope, config.max_position_embeddings, device)
+        context = config.max_position_embeddings
+        cos_sin = cos_sin_table(config.rope, context, device)
         self.cos_sin: Tensor  # [max_position_embeddings, rotary_dim] float32
         self.register_buffer("cos_sin", cos_sin, persistent=False)
+        local = config.local_rope
+        local_cos_sin = None if local is None else cos_sin_table(local, context, device)
+        self.local_cos_sin: Tensor | None
+        self.register_buffer("local_cos_sin", local_cos_sin, persistent=False)
+        # Rounded to the dtype as the embeddings are.
+        scale = config.hidden_size**0.5 if config.family.is_gemma else 1.0
+        self.embedding_scale = float(torch.tensor(scale).to(dtype))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -106,7 +114,7 @@ class CausalLM(nn.Module):
         adapter_rows: AdapterRows | None = None,
     ) -> Tensor:
         """The model itself. Written so that a trace of it holds no size and no layer's number."""
-        eps = self.config.rms_norm_eps
+        norm = (self.config.rms_norm_eps, self.config.family.is_gemma)
         layers = self.first_layers(num_layers)
         # The norm that follows layer i is the next layer's, or the final one.
         next_norms = [layer.input_norm for layer in layers[1:]] + [self.norm]
@@ -114,12 +122,19 @@ class CausalLM(nn.Module):
         if adapter_rows is not None and self.embed_adapters is not None:
             a, b = self.embed_adapters.a, self.embed_adapters.b
             lora_embedding_(residual, input_ids, a, b, adapter_rows.slots)
-        hidden = rms_norm(residual, layers[0].input_norm, eps)
+        if self.embedding_scale != 1.0:
+            residual = residual * self.embedding_scale
+        hidden = rms_norm(residual, layers[0].input_norm, *norm)
         for i, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
-            hidden = layer.attention(hidden, positions, self.cos_sin, attend, i, adapter_rows)
-            hidden, residual = add_rms_norm(hidden, residual, layer.post_attention_norm, eps)
+            table = self.local_cos_sin if layer.has_local_rope else self.cos_sin
+            hidden = layer.attention(hidden, positions, table, attend, i, adapter_rows)
+            if layer.attention_out_norm is not None:
+                hidden = rms_norm(hidden, layer.attention_out_norm, *norm)
+            hidden, residual = add_rms_norm(hidden, residual, layer.mlp_norm, *norm)
             hidden = layer.mlp(hidden, adapter_rows)
-            hidden, residual = add_rms_norm(hidden, residual, next_norm, eps)
+            if layer.mlp_out_norm is not None:
+                hidden = rms_norm(hidden, layer.mlp_out_norm, *norm)
+            hidden, residual = add_rms_norm(hidden, residual, next_norm, *norm)
         return hidden
 
     def compute_logits(self, hidden: Tensor, adapter_slots: Tensor | None = None) -> Tensor:
@@ -130,7 +145,8 @@ class CausalLM(nn.Module):
         logits = linear(hidden, self.lm_head, out_dtype=torch.float32)
         if adapter_slots is not None and self.head_adapters is not None:
             self.head_adapters.add_delta_(logits, hidden, adapter_slots)
-        return logits
+        cap = self.config.logit_soft_cap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def greedy_tokens(
         self,
@@ -141,9 +157,11 @@ class CausalLM(nn.Module):
         """The argmax of ``compute_logits`` over the ids below ``vocab_size``, [N] int64, and
         whether none of those logits is NaN or infinite at the top, [N] bool.
 
-        Ties go to the lowest id. On a GPU the logits are not written out, unless heads are adapted.
+        Ties go to the lowest id. On a GPU the logits are not written out, unless heads are adapted
+        or a soft cap, which makes large ones equal, has its say.
         """
-        if adapter_slots is not None and self.head_adapters is not None:
+        is_adapted = adapter_slots is not None and self.head_adapters is not None
+        if is_adapted or self.config.logit_soft_cap is not None:
             return argmax(self.compute_logits(hidden, adapter_slots), vocab_size)
         return linear_argmax(hidden, self.lm_head, vocab_size)
 
