@@ -48,10 +48,21 @@ def logits_of(
 
     The sequence's blocks lie in the pool in reverse order.
     """
+    with model.device:
+        return _logits_of(model, ids, chunks or [len(ids)], num_layers, adapter_slots)
+
+
+def _logits_of(
+    model: CausalLM,
+    ids: Sequence[int],
+    chunks: Sequence[int],
+    num_layers: int | None,
+    adapter_slots: Tensor | None,
+) -> Tensor:
     cache = cache_for(model, len(ids))
     table = torch.arange(cache.num_blocks - 1, -1, -1, dtype=torch.int32)[None]
     out, start = [], 0
-    for length in chunks or [len(ids)]:
+    for length in chunks:
         positions = torch.arange(start, start + length)
         slots = table[0, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
         metadata = AttentionMetadata(
