@@ -372,6 +372,7 @@ def _choose_backend(
         device=device,
         sliding_window=source.config.sliding_window,
         soft_cap=source.config.attention_soft_cap,
+        latent_size=source.config.latent_size,
     )
 
 

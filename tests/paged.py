@@ -6,31 +6,28 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specdec.verifier.attention.base import AttentionMetadata
+from specdec.verifier.attention.base import AttentionBackend, AttentionMetadata
+from specdec.verifier.attention.mla import MlaBackend
 from specdec.verifier.attention.sdpa import SdpaBackend
 from specdec.verifier.kv_cache import KVCache
-from specdec.verifier.loading import load_model
+from specdec.verifier.loading import load_model, read_config
 from specdec.verifier.models.llama import CausalLM
 
 BLOCK_SIZE = 4
 
 
 def load(path: str | Path | None, dtype: torch.dtype | None = torch.float32) -> CausalLM:
-    return load_model(path, dtype=dtype, attention_backend=SdpaBackend("cpu"))
+    """On the CPU, with the backend that an engine takes there."""
+    latent_size = read_config(path).latent_size
+    backend: AttentionBackend = SdpaBackend("cpu")
+    if latent_size is not None:
+        backend = MlaBackend(torch.device("cpu"), latent_size)
+    return load_model(path, dtype=dtype, attention_backend=backend)
 
 
 def cache_for(model: CausalLM, num_tokens: int) -> KVCache:
     """Enough blocks for ``num_tokens``, poisoned: a slot read before it is written gives NaN."""
-    config = model.config
-    cache = KVCache(
-        num_layers=config.num_layers,
-        num_blocks=-(-num_tokens // BLOCK_SIZE) + 1,
-        block_size=BLOCK_SIZE,
-        num_kv_heads=config.num_kv_heads,
-        head_size=config.head_size,
-        dtype=model.dtype,
-        device=model.device,
-    )
+    cache = model.make_kv_cache(-(-num_tokens // BLOCK_SIZE) + 1, BLOCK_SIZE)
     cache.data.fill_(torch.nan)
     return cache
 

@@ -10,6 +10,8 @@ MODELS = {
     "mixtral": {},
     "qwen2_moe": {},
     "qwen3_moe": {"layers": 3, "mlp_only_layers": [1]},
+    "deepseek_v2": {"layers": 3},
+    "deepseek_v3": {"layers": 3},
     "mistral": {"sliding_window": 7},
     "gemma2": {"layers": 3},
     "gemma3_text": {"layers": 3},

@@ -70,7 +70,7 @@ class FlatModel:
         self._ids = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
         self._positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
         self._attention_out = torch.zeros(
-            max_num_tokens, config.num_heads, config.head_size, dtype=model.dtype, device=device
+            max_num_tokens, config.num_heads, config.value_size, dtype=model.dtype, device=device
         )
         self._query_start_loc = integers(max_num_seqs + 1)
         self._context_lens = integers(max_num_seqs)

@@ -13,9 +13,11 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from specdec.kernels.activation import gelu_tanh_mul, silu_mul
+from specdec.kernels.head_linear import head_linear
 from specdec.kernels.linear import linear, linear_add, linear_silu_mul
 from specdec.kernels.moe import apply_experts, route_experts
 from specdec.kernels.norm import add_rms_norm, rms_norm
+from specdec.kernels.rope import apply_rope
 
 _library = torch.library.Library("specdec", "FRAGMENT")
 
@@ -68,6 +70,16 @@ KERNEL_OPS: dict[Callable[..., Any], OpOverload] = {
         "gelu_tanh_mul(Tensor gate_up) -> Tensor",
         gelu_tanh_mul,
         lambda gate_up: _rows_by(gate_up, gate_up.shape[-1] // 2),
+    ),
+    apply_rope: _register(
+        "apply_rope(Tensor q, Tensor k, Tensor cos_sin, Tensor positions) -> (Tensor, Tensor)",
+        apply_rope,
+        lambda q, k, *_: (q.new_empty(q.shape), k.new_empty(k.shape)),
+    ),
+    head_linear: _register(
+        "head_linear(Tensor x, Tensor weight) -> Tensor",
+        head_linear,
+        lambda x, weight: _rows_by(x, weight.shape[2]),
     ),
     route_experts: _register(
         "route_experts(Tensor logits, Tensor? bias, int top_k, bool sigmoid, bool normalize, "

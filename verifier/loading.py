@@ -89,6 +89,11 @@ def check_tensors(config: ModelConfig, checkpoint: Checkpoint) -> None:
     shapes = dict(checkpoint.shapes())
     if config.tie_word_embeddings:
         shapes.pop(HEAD, None)
+    ignored = tuple(
+        f"model.layers.{i}."
+        for i in range(config.num_layers, config.num_layers + config.num_mtp_layers)
+    )
+    shapes = {name: shape for name, shape in shapes.items() if not name.startswith(ignored)}
     missing = [name for name in expected if name not in shapes]
     if missing:
         raise ValueError(f"{checkpoint.source} lacks the tensor {_listed(missing)}")
@@ -127,7 +132,7 @@ def random_weights(
         if slot.dim() == 2:
             slot.normal_(std=std, generator=generator)
         else:
-            slot.fill_(0.0 if name.endswith(".bias") else 1.0)
+            slot.fill_(0.0 if name.endswith("bias") else 1.0)
     return model.eval()
 
 

@@ -138,8 +138,8 @@ class LoraSlots:
         for num_rows in _WARM_UP_ROWS:
             nobody = torch.full((num_rows,), -1, dtype=torch.int64, device=model.device)
             hidden = self.data.new_zeros(num_rows, model.config.hidden_size)
-            layer.attention.qkv_proj(hidden, nobody)
-            layer.attention.o_proj(self.data.new_zeros(num_rows, model.config.q_size), nobody)
+            for _, linear in layer.attention.linears(""):
+                linear(self.data.new_zeros(num_rows, linear.weight.shape[1]), nobody)
             for mlp in mlps.values():
                 mlp(hidden, nobody)
             if self.vocabulary and model.embed_adapters is not None:

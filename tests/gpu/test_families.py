@@ -11,11 +11,12 @@ from tiny import blended, make_tiny
 import specdec
 from specdec.kernels import moe, moe_triton
 from specdec.kernels.activation import gelu_tanh_mul, gelu_tanh_mul_reference
+from specdec.kernels.head_linear import head_linear, head_linear_reference
 from specdec.kernels.linear import configure_exact_blas, linear, linear_silu_mul
 from specdec.kernels.norm import add_rms_norm, rms_norm, rms_norm_reference
 from specdec.kernels.tuning import TileConfig
 from specdec.verifier.attention.select import select_backend
-from specdec.verifier.loading import load_model
+from specdec.verifier.loading import load_model, read_config
 
 pytestmark = pytest.mark.gpu
 
@@ -133,6 +134,22 @@ def test_routing(routing) -> None:
         assert torch.equal(some.nan_to_num(9.0), weights[-count:].nan_to_num(9.0))
 
 
+@pytest.mark.parametrize(
+    ("depth", "features", "transposed"), [(128, 512, False), (512, 128, True), (75, 133, False)]
+)
+def test_layers_of_each_head(depth, features, transposed) -> None:
+    """Accurate, and bit for bit the same for any number of rows."""
+    x = randn(512, 8, depth + 64)[..., :depth]
+    weight = randn(8, features, depth, seed=1).transpose(1, 2) / depth**0.5
+    weight = weight if transposed else weight.contiguous()
+    every_row = head_linear(x, weight)
+    exact = torch.einsum("thk,hkn->thn", x.double(), weight.double())
+    own = head_linear_reference(x, weight)
+    assert _error(every_row, exact) <= 2 * _error(own, exact)
+    for count in ROW_COUNTS:
+        assert torch.equal(head_linear(x[-count:], weight), every_row[-count:])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_norms_of_one_plus_the_weight(dtype) -> None:
     x, residual = randn(512, 1152, dtype=dtype), randn(512, 1152, dtype=dtype, seed=1)
@@ -167,12 +184,25 @@ def _error(result: torch.Tensor, exact: torch.Tensor) -> float:
 # Real tiles: widths of several, head sizes of real models.
 SHAPE = {"hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "ffn": 512, "vocab": 512}
 GEMMA = SHAPE | {"head_dim": 256, "kv_heads": 1, "query_pre_attn_scalar": 256, "layers": 3}
+LATENT = {
+    "kv_lora_rank": 128,
+    "q_lora_rank": 96,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "n_routed_experts": 32,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 128,
+    "n_shared_experts": 1,
+}
 MODELS = {
     "mistral": SHAPE | {"sliding_window": 24},
     "mixtral": SHAPE | {"num_local_experts": 8},
     "qwen2_moe": SHAPE
     | {"num_experts": 60, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 256},
     "qwen3_moe": SHAPE | {"num_experts": 32, "num_experts_per_tok": 8, "layers": 3},
+    "deepseek_v2": SHAPE | LATENT | {"topk_method": "greedy", "q_lora_rank": None},
+    "deepseek_v3": SHAPE | LATENT | {"n_group": 4, "topk_group": 2},
     "gemma2": GEMMA
     | {"sliding_window": 24, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     "gemma3_text": GEMMA | {"sliding_window": 24, "rope_local_base_freq": 1e4},
@@ -189,9 +219,16 @@ def folder(request, tmp_path_factory) -> str:
 
 
 def gpu_logits(folder: str, ids: list[int], dtype: torch.dtype) -> torch.Tensor:
-    head_size = 64 if "gemma" not in folder else 256
+    config = read_config(folder)
     backend = select_backend(
-        "triton", head_size=head_size, dtype=dtype, block_size=4, device="cuda"
+        "auto",
+        head_size=config.head_size,
+        dtype=dtype,
+        block_size=4,
+        device="cuda",
+        sliding_window=config.sliding_window,
+        soft_cap=config.attention_soft_cap,
+        latent_size=config.latent_size,
     )
     model = load_model(folder, dtype=dtype, device="cuda", attention_backend=backend)
     return logits_of(model, ids, chunks=[len(ids) - 30, 1, 29]).cpu()

@@ -20,7 +20,6 @@ from specdec.verifier.loading import (
     truncate_layers,
 )
 from specdec.verifier.lora import LoraSlots
-from specdec.verifier.models.config import UnsupportedModelError
 from specdec.verifier.peft_format import AdapterError, read_adapter
 from specdec.verifier.split import PieceCall, split, trace_model
 
@@ -77,23 +76,20 @@ def test_first_layers_keep_their_kinds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "fields", "error", "named"),
+    ("family", "fields", "named"),
     [
-        ("mixtral", {"num_experts_per_tok": 9}, ValueError, "num_experts_per_tok=9"),
-        ("qwen3_moe", {"num_experts": None}, ValueError, "num_experts is missing"),
-        ("qwen3_moe", {"moe_intermediate_size": 0}, ValueError, "moe_intermediate_size"),
-        ("qwen2_moe", {"mlp_only_layers": "0"}, ValueError, "mlp_only_layers"),
-        ("qwen2_moe", {"mlp_only_layers": [0, 1]}, UnsupportedModelError, "no sparse layer"),
+        ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok=9"),
+        ("qwen3_moe", {"num_experts": None}, "num_experts is missing"),
+        ("qwen3_moe", {"moe_intermediate_size": 0}, "moe_intermediate_size"),
+        ("qwen2_moe", {"mlp_only_layers": "0"}, "mlp_only_layers"),
     ],
     ids=str,
 )
-def test_refused(
-    tmp_path: Path, family: str, fields: dict[str, Any], error: type[Exception], named: str
-) -> None:
+def test_refused(tmp_path: Path, family: str, fields: dict[str, Any], named: str) -> None:
     folder = make_tiny(tmp_path, family=family)
     text = (folder / "config.json").read_text()
     (folder / "config.json").write_text(json.dumps(json.loads(text) | fields))
-    with pytest.raises(error, match=rf"config\.json.*{named}"):
+    with pytest.raises(ValueError, match=rf"config\.json.*{named}"):
         read_config(folder)
 
 

@@ -16,6 +16,13 @@ from specdec.verifier.models.fields import (
     token_ids,
 )
 from specdec.verifier.models.gemma_config import gemma_fields, gemma_json, parse_two_ropes
+from specdec.verifier.models.latent_config import (
+    LatentConfig,
+    deepseek_json,
+    latent_scale,
+    parse_deepseek_moe,
+    parse_latent,
+)
 from specdec.verifier.models.moe_config import MoeConfig, moe_json, parse_moe
 from specdec.verifier.models.rope import RopeConfig, parse_rope, rope_json
 from specdec.verifier.models.windows import parse_windows, windows_json
@@ -36,6 +43,7 @@ class Family:
     qk_norm: bool = False
     default_head_size: int | None = None  # None: hidden_size / num_attention_heads
     has_experts: bool = False
+    has_latents: bool = False  # multi-head latent attention
     activation: str = "silu"  # of the gate: silu, or gelu_tanh
     # Gemma's: norms of 1 + weight, norms on what attention and MLP give, embeddings times the
     # root of their size, tied by default.
@@ -50,6 +58,8 @@ FAMILIES = {
     "MixtralForCausalLM": Family(model_type="mixtral", qkv_bias=False, has_experts=True),
     "Qwen2MoeForCausalLM": Family(model_type="qwen2_moe", has_experts=True),
     "Qwen3MoeForCausalLM": Family(model_type="qwen3_moe", qk_norm=True, has_experts=True),
+    "DeepseekV2ForCausalLM": Family(model_type="deepseek_v2", has_experts=True, has_latents=True),
+    "DeepseekV3ForCausalLM": Family(model_type="deepseek_v3", has_experts=True, has_latents=True),
     "Gemma2ForCausalLM": Family(
         model_type="gemma2", default_head_size=256, activation="gelu_tanh", is_gemma=True
     ),
@@ -74,7 +84,7 @@ class ModelConfig:
     num_layers: int
     num_heads: int
     num_kv_heads: int
-    head_size: int
+    head_size: int  # of the keys in the cache
     max_position_embeddings: int
     rms_norm_eps: float
     rope: RopeConfig
@@ -84,6 +94,8 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     moe: MoeConfig | None = None
+    latent: LatentConfig | None = None
+    num_mtp_layers: int = 0  # layers past the last, which predict further tokens; not loaded
     attention_scale: float | None = None  # of the scores; None: 1 / sqrt(head_size)
     attention_soft_cap: float | None = None  # bounds the scores
     logit_soft_cap: float | None = None
@@ -118,6 +130,16 @@ class ModelConfig:
     def window_of(self, layer: int) -> int | None:
         """Tokens that a layer's rows see, or None for all."""
         return self.sliding_window if layer in self.sliding_layers else None
+
+    @property
+    def latent_size(self) -> int | None:
+        """Leading features of a cached key that are its value; None where values are apart."""
+        return None if self.latent is None else self.latent.latent_size
+
+    @property
+    def value_size(self) -> int:
+        """Features of a head that attention gives."""
+        return self.latent_size or self.head_size
 
     @property
     def q_size(self) -> int:
@@ -159,7 +181,9 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
     """A config.json that ``config_from_json`` and transformers 4 and 5 read."""
     eos = list(config.eos_token_ids)
     rope = rope_json(config.rope)
-    if config.rope.rotary_dim != config.head_size:
+    if config.latent is not None:
+        rope["mscale_all_dim"] = config.latent.mscale_all_dim
+    elif config.rope.rotary_dim != config.head_size:
         rope["partial_rotary_factor"] = config.rope.rotary_dim / config.head_size
     dtype = str(config.dtype).removeprefix("torch.")
     content: dict[str, Any] = {
@@ -193,7 +217,9 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
     )
     if config.family.is_gemma:
         content |= gemma_json(config)
-    if config.moe is not None:
+    if config.latent is not None:
+        content |= deepseek_json(config)
+    elif config.moe is not None:
         content |= moe_json(config.moe, content["model_type"])
     return content
 
@@ -206,6 +232,9 @@ def _parse(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelCon
     hidden_size = integer(config, "hidden_size")
     num_heads = integer(config, "num_attention_heads")
     head_size = integer(config, "head_dim", family.default_head_size or 0, minimum=0)
+    latent = parse_latent(config, family.model_type) if family.has_latents else None
+    if latent is not None:
+        head_size = latent.rotated_size
     if head_size == 0:
         if hidden_size % num_heads:
             raise ValueError(
@@ -235,6 +264,18 @@ def _parse(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelCon
     qkv_bias = family.qkv_bias
     if family.model_type == "qwen2_moe":
         qkv_bias = boolean(config, "qkv_bias", True)
+    num_kv_heads, own = integer(config, "num_key_value_heads", num_heads), {}
+    if family.is_gemma:
+        own = gemma_fields(config, family.model_type)
+    num_mtp_layers = 0
+    if latent is not None:
+        num_mtp_layers = integer(config, "num_nextn_predict_layers", 0, minimum=0)
+        num_kv_heads, head_size = 1, latent.latent_size + latent.rotated_size
+        own = {"attention_scale": latent_scale(latent, rope)}
+    moe = None
+    if family.has_experts:
+        parse = parse_moe if latent is None else parse_deepseek_moe
+        moe = parse(config, family.model_type)
     eos = token_ids(generation, "eos_token_id") or token_ids(config, "eos_token_id")
     bos = token_ids(config, "bos_token_id")
     return ModelConfig(
@@ -244,7 +285,7 @@ def _parse(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelCon
         intermediate_size=integer(config, "intermediate_size"),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=integer(config, "num_key_value_heads", num_heads),
+        num_kv_heads=num_kv_heads,
         head_size=head_size,
         max_position_embeddings=max_position,
         rms_norm_eps=number(config, "rms_norm_eps", 1e-6),
@@ -252,13 +293,16 @@ def _parse(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelCon
         tie_word_embeddings=boolean(config, "tie_word_embeddings", family.is_gemma),
         qkv_bias=attention_bias if qkv_bias is None else qkv_bias,
         o_bias=attention_bias if qkv_bias is None else False,
-        mlp_bias=boolean(config, "mlp_bias", False) and family.model_type == "llama",
+        mlp_bias=boolean(config, "mlp_bias", False)
+        and family.model_type in ("llama", "deepseek_v2"),
         qk_norm=family.qk_norm,
-        moe=parse_moe(config, family.model_type) if family.has_experts else None,
+        moe=moe,
+        latent=latent,
+        num_mtp_layers=num_mtp_layers,
         sliding_window=window,
         sliding_layers=sliding_layers,
         local_rope=local_rope,
-        **(gemma_fields(config, family.model_type) if family.is_gemma else {}),
+        **own,
         dtype=_dtype(config),
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=eos,

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from specdec.verifier.models.config import ModelConfig
+from specdec.verifier.models.latent import LatentAttention
 from specdec.verifier.models.layers import MLP, Attention, Linear, WeightSlot, empty_parameter
 from specdec.verifier.models.moe import SparseMLP
 
@@ -29,7 +30,11 @@ class DecoderLayer(nn.Module):
         window = config.window_of(index)
         self.has_local_rope = window is not None and config.local_rope is not None
         self.input_norm = norm()
-        self.attention = Attention(config, sliding_window=window, dtype=dtype, device=device)
+        self.attention: Attention | LatentAttention
+        if config.latent is None:
+            self.attention = Attention(config, sliding_window=window, dtype=dtype, device=device)
+        else:
+            self.attention = LatentAttention(config, dtype=dtype, device=device)
         self.mlp_norm = norm()
         # What attention and MLP give is normed before it is added to the residual stream.
         self.attention_out_norm = norm() if config.family.is_gemma else None

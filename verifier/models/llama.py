@@ -167,7 +167,7 @@ class CausalLM(nn.Module):
 
     def kv_bytes_per_block(self, block_size: int) -> int:
         config = self.config
-        positions = 2 * config.num_layers * block_size
+        positions = (2 if config.latent is None else 1) * config.num_layers * block_size
         return positions * config.num_kv_heads * config.head_size * self.dtype.itemsize
 
     def make_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
@@ -180,6 +180,7 @@ class CausalLM(nn.Module):
             head_size=self.config.head_size,
             dtype=self.dtype,
             device=self.device,
+            latent_size=self.config.latent_size,
         )
 
     def linears(self) -> Iterator[tuple[str, Linear]]:

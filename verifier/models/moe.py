@@ -34,7 +34,12 @@ class SparseMLP(nn.Module):
         def weight(*shape: int) -> nn.Parameter:
             return empty_parameter(*shape, dtype=dtype, device=device)
 
-        self.router = weight(moe.num_experts, hidden)
+        self.is_deepseek = config.latent is not None
+        router_dtype = torch.float32 if moe.float32_router else dtype
+        self.router = empty_parameter(moe.num_experts, hidden, dtype=router_dtype, device=device)
+        self.router_bias: nn.Parameter | None = None
+        if moe.sigmoid:
+            self.router_bias = empty_parameter(moe.num_experts, dtype=torch.float32, device=device)
         self.gate_up = weight(moe.num_experts, 2 * width, hidden)
         self.down = weight(moe.num_experts, hidden, width)
         self.shared_expert: MLP | None = None
@@ -49,9 +54,10 @@ class SparseMLP(nn.Module):
     def forward(self, x: Tensor, adapter_rows: AdapterRows | None = None) -> Tensor:
         """x [T, hidden] -> [T, hidden]. Experts have no adapters; a shared one may."""
         moe = self.moe
-        logits = linear(x, self.router)  # [T, E]
+        logits = linear(x.to(self.router.dtype), self.router)  # [T, E]
         experts, weights = route_experts(
-            logits, None, moe.experts_per_token, False, moe.normalize, 1.0, 1, 1
+            *(logits, self.router_bias, moe.experts_per_token, moe.sigmoid, moe.normalize),
+            *(moe.scale, moe.num_groups, moe.top_groups),
         )
         if not moe.float32_weights:
             weights = weights.to(self.router.dtype)
@@ -63,10 +69,14 @@ class SparseMLP(nn.Module):
             shared = torch.sigmoid(linear(x, self.shared_gate)) * shared
         return out + shared
 
+    @property
+    def _shared_name(self) -> str:
+        return "shared_experts" if self.is_deepseek else "shared_expert"
+
     def linears(self, prefix: str) -> Iterator[tuple[str, Linear]]:
         """Projections that adapters can change: those of no expert but the shared one."""
         if self.shared_expert is not None:
-            yield from self.shared_expert.linears(f"{prefix}.shared_expert")
+            yield from self.shared_expert.linears(f"{prefix}.{self._shared_name}")
 
     def last_weights(self) -> Iterator[Tensor]:
         """The weights and biases of the last products."""
@@ -79,6 +89,8 @@ class SparseMLP(nn.Module):
         if self.is_mixtral:
             prefix = prefix.removesuffix("mlp") + "block_sparse_moe"
         yield f"{prefix}.gate.weight", self.router
+        if self.router_bias is not None:
+            yield f"{prefix}.gate.e_score_correction_bias", self.router_bias
         gate, up, down = _MIXTRAL_NAMES if self.is_mixtral else _PLAIN_NAMES
         width = self.moe.intermediate_size
         for i in range(self.moe.num_experts):
@@ -87,6 +99,6 @@ class SparseMLP(nn.Module):
             yield f"{expert}.{up}.weight", self.gate_up[i, width:]
             yield f"{expert}.{down}.weight", self.down[i]
         if self.shared_expert is not None:
-            yield from self.shared_expert.weight_slots(f"{prefix}.shared_expert")
+            yield from self.shared_expert.weight_slots(f"{prefix}.{self._shared_name}")
         if self.shared_gate is not None:
             yield f"{prefix}.shared_expert_gate.weight", self.shared_gate

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from specdec.verifier.models.fields import UnsupportedModelError, boolean, integer
+from specdec.verifier.models.fields import boolean, integer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,17 +19,30 @@ class MoeConfig:
     dense_layers: tuple[int, ...] = ()  # layers with a plain MLP instead
     shared_intermediate_size: int = 0  # of the expert that every token takes; 0 for none
     shared_gate: bool = False  # whether a token weighs it
+    float32_router: bool = False
+    sigmoid: bool = False  # scores by sigmoid, a learnt bias added for the choice; else softmax
+    scale: float = 1.0  # of the weights
+    num_groups: int = 1  # of neighbouring experts
+    top_groups: int = 1  # groups that a token's experts may come from
 
     def __post_init__(self) -> None:
-        if self.experts_per_token > self.num_experts:
+        if self.num_experts % self.num_groups or self.top_groups > self.num_groups:
             raise ValueError(
-                f"num_experts_per_tok={self.experts_per_token} is more than the "
+                f"n_group={self.num_groups} and topk_group={self.top_groups} do not divide "
                 f"{self.num_experts} experts"
             )
+        if self.experts_per_token > self.num_experts // self.num_groups * self.top_groups:
+            raise ValueError(
+                f"num_experts_per_tok={self.experts_per_token} is more than the experts that a "
+                f"token may choose from: {self.num_experts}, in the best {self.top_groups} of "
+                f"{self.num_groups} groups"
+            )
+        if self.sigmoid and self.num_groups > max(self.top_groups, self.num_experts // 2):
+            raise ValueError(f"n_group={self.num_groups} leaves groups of one expert")
 
 
 def parse_moe(config: Mapping[str, Any], model_type: str) -> MoeConfig:
-    """Raises ValueError naming a bad field, UnsupportedModelError what is not supported."""
+    """The experts of Mixtral's and Qwen's models. Raises ValueError naming a bad field."""
     if model_type == "mixtral":
         return MoeConfig(
             num_experts=integer(config, "num_local_experts", 8),
@@ -60,10 +73,7 @@ def _dense_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
     if not isinstance(listed, list) or not all(type(layer) is int for layer in listed):
         raise ValueError(f"mlp_only_layers must be a list of layers, got {listed!r}")
     num_layers = integer(config, "num_hidden_layers")
-    dense = [i for i in range(num_layers) if i in listed or (i + 1) % step]
-    if len(dense) == num_layers:
-        raise UnsupportedModelError("mlp_only_layers and decoder_sparse_step leave no sparse layer")
-    return tuple(dense)
+    return tuple(i for i in range(num_layers) if i in listed or (i + 1) % step)
 
 
 def moe_json(moe: MoeConfig, model_type: str) -> dict[str, Any]:

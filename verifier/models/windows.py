@@ -10,6 +10,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 _UNIFORM = ("mistral", "mixtral", "qwen3_moe")
 # A window counts only where use_sliding_window says so.
 _SWITCHED = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
+_NEVER = ("llama", "deepseek_v2", "deepseek_v3")
 _DEFAULT_WINDOWS = {"mistral": 4096, "gemma2": 4096, "gemma3_text": 4096}
 
 
@@ -28,10 +29,10 @@ def parse_windows(
     if model_type in _SWITCHED and not boolean(config, "use_sliding_window", False):
         window = None
     layers = tuple(i for i, kind in enumerate(kinds) if kind == SLIDING)
-    if model_type == "llama" and (layers or (window or max_position) < max_position):
+    if model_type in _NEVER and (layers or (window or max_position) < max_position):
         raise UnsupportedModelError(
             f"sliding_window={window} with layer_types {config.get('layer_types')}: models of "
-            "type llama have no windows"
+            f"type {model_type} have no windows"
         )
     if config.get("layer_types") and layers and not window:
         raise ValueError(f"layer_types lists {SLIDING}, but there is no sliding_window")
@@ -53,7 +54,7 @@ def _kinds(config: Mapping[str, Any], model_type: str, num_layers: int) -> list[
     first_full = integer(config, "max_window_layers", 28, minimum=0)
     pattern = integer(config, "sliding_window_pattern", 6)
     slides = {
-        "llama": lambda i: False,
+        **dict.fromkeys(_NEVER, lambda i: False),
         "qwen2": lambda i: i >= first_full,
         "qwen3": lambda i: i >= first_full,
         "qwen2_moe": lambda i: i % 2 == 0 and i < first_full,
@@ -67,7 +68,7 @@ def windows_json(
     window: int | None, layers: tuple[int, ...], model_type: str, num_layers: int
 ) -> dict[str, Any]:
     """The fields of a config.json that ``parse_windows`` reads back."""
-    if model_type == "llama":
+    if model_type in _NEVER:
         return {}
     content: dict[str, Any] = {"sliding_window": window}
     if model_type in _SWITCHED:

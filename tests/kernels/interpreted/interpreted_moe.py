@@ -1,9 +1,9 @@
-"""Mixture of experts against its plain-PyTorch twin."""
+"""Mixture of experts, and layers of each head, against their plain-PyTorch twins."""
 
 import pytest
 import torch
 
-from specdec.kernels import moe, moe_triton
+from specdec.kernels import head_linear, head_linear_triton, moe, moe_triton
 from specdec.kernels.tuning import TileConfig
 
 # E, k, sigmoid with a bias, normalize, scale, groups, groups that may win.
@@ -59,3 +59,16 @@ def test_applies_experts(rows, depth, width, config) -> None:
     result = moe_triton.apply_experts(x, gate_up, down, experts, weights, config=config)
     own = moe.apply_experts_reference(x, gate_up, down, experts, weights)
     torch.testing.assert_close(result, own, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("rows", "depth", "features"), [(1, 64, 48), (20, 75, 133), (5, 12, 24)])
+def test_head_linear(rows, depth, features, transposed) -> None:
+    """Inputs that are a part of wider heads, weights in either order."""
+    x = randn(rows, 3, depth + 8)[..., :depth]
+    weight = randn(3, features, depth, seed=1).transpose(1, 2)
+    weight = weight if transposed else weight.contiguous()
+    result = head_linear_triton.head_linear(x, weight)
+    torch.testing.assert_close(
+        result, head_linear.head_linear_reference(x, weight), rtol=1e-5, atol=1e-4
+    )
