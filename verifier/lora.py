@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.lora import lora_embedding_
-from specdec.verifier.models.lora import LoraStack
+from specdec.verifier.models.lora import AdapterRows, LoraStack
 from specdec.verifier.peft_format import EMBEDDING, HEAD, AdapterError, AdapterWeights
 
 # Regions of a slot start at multiples of this many elements, for aligned loads.
@@ -137,11 +137,12 @@ class LoraSlots:
         mlps = {type(layer.mlp): layer.mlp for layer in layers}
         for num_rows in _WARM_UP_ROWS:
             nobody = torch.full((num_rows,), -1, dtype=torch.int64, device=model.device)
+            rows = AdapterRows(nobody, num_rows)
             hidden = self.data.new_zeros(num_rows, model.config.hidden_size)
             for _, linear in layer.attention.linears(""):
-                linear(self.data.new_zeros(num_rows, linear.weight.shape[1]), nobody)
+                linear(self.data.new_zeros(num_rows, linear.weight.shape[1]), rows)
             for mlp in mlps.values():
-                mlp(hidden, nobody)
+                mlp(hidden, rows)
             if self.vocabulary and model.embed_adapters is not None:
                 model.compute_logits(hidden, nobody)
                 lora_embedding_(

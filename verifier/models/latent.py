@@ -17,6 +17,7 @@ from specdec.kernels.rope import apply_rope
 from specdec.verifier.attention.op import LayerAttention
 from specdec.verifier.models.config import ModelConfig
 from specdec.verifier.models.layers import Linear, WeightSlot, empty_parameter
+from specdec.verifier.models.lora import AdapterRows
 
 # The inner norms take no epsilon from the configuration.
 _EPS = 1e-6
@@ -72,14 +73,14 @@ class LatentAttention(nn.Module):
         cos_sin: Tensor,
         attend: LayerAttention,
         layer: int,
-        adapter_slots: Tensor | None = None,
+        adapter_rows: AdapterRows | None = None,
     ) -> Tensor:
         sizes = self.sizes
-        down = self.down_proj(x, adapter_slots)
+        down = self.down_proj(x, adapter_rows)
         latent_rows = (sizes.latent_size, sizes.rotated_size)
         q, latent, k_rotated = down.split((down.shape[1] - sum(latent_rows), *latent_rows), dim=1)
         if self.q_norm is not None and self.q_b_proj is not None:
-            q = self.q_b_proj(rms_norm(q, self.q_norm, _EPS), adapter_slots)
+            q = self.q_b_proj(rms_norm(q, self.q_norm, _EPS), adapter_rows)
         q = q.unflatten(-1, (self.num_heads, -1))  # [T, H, N + P]
         q_plain, q_rotated = q.split((sizes.plain_size, sizes.rotated_size), dim=2)
         k_rotated = k_rotated.unsqueeze(1)
@@ -94,7 +95,7 @@ class LatentAttention(nn.Module):
         key = torch.cat([rms_norm(latent, self.kv_norm, _EPS).unsqueeze(1), k_rotated], dim=-1)
         out = attend(query, key, key, positions, cos_sin, layer, self.scale)  # [T, H, C]
         out = head_linear(out, self.kv_b_proj[:, sizes.plain_size :].transpose(1, 2))  # [T, H, V]
-        return self.o_proj(out.flatten(1), adapter_slots)
+        return self.o_proj(out.flatten(1), adapter_rows)
 
     def linears(self, prefix: str) -> Iterator[tuple[str, Linear]]:
         """Projections that adapters can change, by their names' prefix; kv_b_proj is none."""
