@@ -20,6 +20,7 @@ from specdec.graph_report import capture_progress, start_up_line
 from specdec.graph_setup import make_dispatcher, make_flat_model
 from specdec.intake import Intake
 from specdec.kernels.linear import configure_exact_blas
+from specdec.kv_blocks import kv_blocks
 from specdec.lora import LoraManager
 from specdec.runner import Runner
 from specdec.scheduler import Scheduler
@@ -39,10 +40,6 @@ from specdec.verifier.state import DecodeState
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_NUM_SEQS = {"cpu": 8, "cuda": 64}
-# KV memory that an engine takes on the CPU where num_kv_blocks is not given.
-CPU_KV_BYTES = 2 * 2**30
-# GPU memory left for activations and graphs when the KV cache takes the rest.
-GPU_RESERVED_BYTES = 3 * 2**30
 
 DRAFTERS = "auto, ngram, suffix, layer_skip:N"
 
@@ -119,7 +116,9 @@ def build(
             drafter.uses_adapters = True
             draft_model = drafter.model
         adapters = make_table(config, target, lora.values(), draft_model, draft_lora.values())
-    num_blocks = _num_blocks(config, target, drafter, limits, device)
+    num_blocks = kv_blocks(
+        config, target, drafter, limits.max_model_len, limits.max_num_seqs, limits.block_size
+    )
     state = DecodeState(
         max_num_seqs=limits.max_num_seqs,
         max_model_len=limits.max_model_len,
@@ -374,30 +373,3 @@ def _choose_backend(
         soft_cap=source.config.attention_soft_cap,
         latent_size=source.config.latent_size,
     )
-
-
-def _num_blocks(
-    config: EngineConfig,
-    target: CausalLM,
-    drafter: Drafter | None,
-    limits: _Limits,
-    device: torch.device,
-) -> int:
-    """Blocks of the pool: what was asked for, else what memory holds and the engine can use."""
-    if config.num_kv_blocks is not None:
-        return config.num_kv_blocks
-    bytes_per_block = target.kv_bytes_per_block(limits.block_size)
-    if drafter is not None:
-        bytes_per_block += drafter.bytes_per_block(limits.block_size)
-    blocks_per_text = -(-limits.max_model_len // limits.block_size)
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        budget = free - (1 - config.gpu_memory_utilization) * total - GPU_RESERVED_BYTES
-        if budget < bytes_per_block:
-            raise ValueError(
-                f"no memory for a KV cache: {free / 2**30:.1f} GiB free on {device}, "
-                f"gpu_memory_utilization={config.gpu_memory_utilization}"
-            )
-    else:
-        budget = max(CPU_KV_BYTES, blocks_per_text * bytes_per_block)
-    return min(int(budget // bytes_per_block), blocks_per_text * limits.max_num_seqs)
