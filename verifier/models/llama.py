@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from specdec.kernels.argmax import argmax
 from specdec.kernels.linear import linear, linear_argmax
 from specdec.kernels.lora import lora_embedding_
-from specdec.kernels.norm import add_rms_norm, rms_norm
+from specdec.kernels.norm import rms_norm
 from specdec.verifier.attention.base import AttentionBackend, AttentionMetadata
 from specdec.verifier.attention.op import LayerAttention, OpaqueAttention, PagedAttention
 from specdec.verifier.kv_cache import KVCache
@@ -114,28 +114,34 @@ class CausalLM(nn.Module):
         adapter_rows: AdapterRows | None = None,
     ) -> Tensor:
         """The model itself. Written so that a trace of it holds no size and no layer's number."""
-        norm = (self.config.rms_norm_eps, self.config.family.is_gemma)
         layers = self.first_layers(num_layers)
         # The norm that follows layer i is the next layer's, or the final one.
         next_norms = [layer.input_norm for layer in layers[1:]] + [self.norm]
+        residual = self.embed(input_ids, adapter_rows)
+        hidden = self.first_norm(residual)
+        for layer, next_norm in zip(layers, next_norms, strict=True):
+            hidden, residual = layer(
+                hidden, residual, next_norm, positions, self.rope_table(layer), attend, adapter_rows
+            )
+        return hidden
+
+    def embed(self, input_ids: Tensor, adapter_rows: AdapterRows | None = None) -> Tensor:
+        """The residual stream before the first layer, [T, hidden]."""
         residual = F.embedding(input_ids, self.embed_tokens)
         if adapter_rows is not None and self.embed_adapters is not None:
             a, b = self.embed_adapters.a, self.embed_adapters.b
             lora_embedding_(residual, input_ids, a, b, adapter_rows.slots)
-        if self.embedding_scale != 1.0:
-            residual = residual * self.embedding_scale
-        hidden = rms_norm(residual, layers[0].input_norm, *norm)
-        for i, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
-            table = self.local_cos_sin if layer.has_local_rope else self.cos_sin
-            hidden = layer.attention(hidden, positions, table, attend, i, adapter_rows)
-            if layer.attention_out_norm is not None:
-                hidden = rms_norm(hidden, layer.attention_out_norm, *norm)
-            hidden, residual = add_rms_norm(hidden, residual, layer.mlp_norm, *norm)
-            hidden = layer.mlp(hidden, adapter_rows)
-            if layer.mlp_out_norm is not None:
-                hidden = rms_norm(hidden, layer.mlp_out_norm, *norm)
-            hidden, residual = add_rms_norm(hidden, residual, next_norm, *norm)
-        return hidden
+        return residual if self.embedding_scale == 1.0 else residual * self.embedding_scale
+
+    def first_norm(self, residual: Tensor) -> Tensor:
+        """The norm of the first layer; each other one belongs to the layer before it."""
+        first = self.first_layers(1)[0]
+        return rms_norm(residual, first.input_norm, *first.norm_settings)
+
+    def rope_table(self, layer: DecoderLayer) -> Tensor:
+        """Cosines and sines of a layer's rotary embedding."""
+        local = self.local_cos_sin if layer.has_local_rope else None
+        return self.cos_sin if local is None else local
 
     def compute_logits(self, hidden: Tensor, adapter_slots: Tensor | None = None) -> Tensor:
         """hidden [N, hidden] -> [N, vocab] float32, the sums never rounded to the model's dtype.
