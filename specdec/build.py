@@ -30,7 +30,8 @@ from specdec.verifier.attention.base import AttentionBackend
 from specdec.verifier.attention.select import BackendChoice, choose_backend, default_block_size
 from specdec.verifier.hub import resolve_model
 from specdec.verifier.kv_cache import BlockPool, KVCache
-from specdec.verifier.loading import load_model, open_checkpoint, read_config
+from specdec.verifier.loading import check_weights, load_any_model, read_config
+from specdec.verifier.models.base import LanguageModel
 from specdec.verifier.models.config import ModelConfig
 from specdec.verifier.models.llama import CausalLM
 from specdec.verifier.modes import resolve_uniform_query_lens
@@ -71,10 +72,10 @@ def build(
 ) -> Parts:
     """Check everything that files can tell, then load, allocate and capture."""
     device = config.torch_device
-    target_source = _read(model)
+    target_source = _read(model, config)
     draft = "ngram" if draft == "auto" else draft
     lookup, draft = split_names(draft)
-    draft_source = _check_draft(draft, target_source)
+    draft_source = _check_draft(draft, target_source, config)
     limits = _limits(config, target_source, k if draft is not None else 0, device)
     adapts = k == "auto" and draft is not None
     if device.type == "cuda":
@@ -97,7 +98,9 @@ def build(
         config.graph_mode,
         min(supports),
         query_lens,
-        piecewise_available=config.compilation.no_piecewise is None,
+        piecewise_available=(
+            config.compilation.no_piecewise is None and config.model_impl == "specdec"
+        ),
     )
 
     lora = read_adapters(config.lora, target_source.config, config.max_lora_rank)
@@ -106,14 +109,16 @@ def build(
     for each in (target_source, draft_source):
         # Missing, misshapen or damaged tensors are refused before either model takes memory.
         if each is not None and not isinstance(each.model, CausalLM):
-            open_checkpoint(resolve_model(each.model, weights=True))
+            check_weights(each.model, each.config)
     target = _load(target_source, config, backend, device)
     drafter = _heavy_drafter(draft, draft_source, own, draft_backend, limits, device)
     adapters = None
     if config.lora_at_start:
         draft_model = None
+        assert isinstance(target, CausalLM)
         if config.draft_lora is not None and isinstance(drafter, DraftModelDrafter):
             drafter.uses_adapters = True
+            assert isinstance(drafter.model, CausalLM)
             draft_model = drafter.model
         adapters = make_table(config, target, lora.values(), draft_model, draft_lora.values())
     num_blocks = kv_blocks(
@@ -226,11 +231,12 @@ class _Limits:
     vocab_size: int  # ids that may be emitted
 
 
-def _read(model: str | Path | CausalLM | None) -> _Source:
+def _read(model: str | Path | CausalLM | None, config: EngineConfig) -> _Source:
     if isinstance(model, CausalLM):
         return _Source(model, model.config, None)
     path = resolve_model(model)
-    return _Source(model, read_config(path), load_tokenizer(path))
+    model_config = read_config(path, implementation=config.model_impl)
+    return _Source(model, model_config, load_tokenizer(path))
 
 
 def _limits(config: EngineConfig, source: _Source, k: int | str, device: torch.device) -> _Limits:
@@ -260,12 +266,14 @@ def _limits(config: EngineConfig, source: _Source, k: int | str, device: torch.d
     )
 
 
-def _check_draft(draft: str | Path | CausalLM | Drafter | None, target: _Source) -> _Source | None:
+def _check_draft(
+    draft: str | Path | CausalLM | Drafter | None, target: _Source, config: EngineConfig
+) -> _Source | None:
     """Refuse a drafter that cannot work, from files alone. A draft model's files, or None."""
     if draft is None or draft in ("ngram", "suffix"):
         return None
     if isinstance(draft, CausalLM):
-        return _read(draft)
+        return _read(draft, config)
     if not isinstance(draft, str | Path):
         if isinstance(draft, type) or not callable(getattr(draft, "propose", None)):
             raise TypeError(f"draft must be None, a string, a path or a Drafter, got {draft!r}")
@@ -279,7 +287,7 @@ def _check_draft(draft: str | Path | CausalLM | Drafter | None, target: _Source)
     if text.startswith("eagle:"):
         raise ValueError(f"draft={text!r} is not supported yet")
     try:
-        source = _read(text)
+        source = _read(text, config)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"draft {text!r} is none of {DRAFTERS}, and {error}") from error
     difference = compare_tokenizers(target.tokenizer, source.tokenizer)
@@ -299,11 +307,16 @@ def _read_draft_lora(config: EngineConfig, draft: _Source | None) -> dict[str, A
 
 def _load(
     source: _Source, config: EngineConfig, backend: AttentionBackend, device: torch.device
-) -> CausalLM:
+) -> LanguageModel:
     if isinstance(source.model, CausalLM):
         return source.model
-    dtype = _dtype(config, source, device)
-    return load_model(source.model, dtype=dtype, device=device, attention_backend=backend)
+    return load_any_model(
+        source.model,
+        source.config,
+        dtype=_dtype(config, source, device),
+        device=device,
+        attention_backend=backend,
+    )
 
 
 def _heavy_drafter(
@@ -325,7 +338,7 @@ def _heavy_drafter(
 
 def _light_drafter(
     draft: str | Path | CausalLM | Drafter,
-    target: CausalLM,
+    target: LanguageModel,
     kv_cache: KVCache,
     config: EngineConfig,
     limits: _Limits,

@@ -15,7 +15,7 @@ from specdec.verifier.acceptance import accept
 from specdec.verifier.attention.base import AttentionMetadata, concatenate
 from specdec.verifier.batch import PassResult, PrefillBatch, VerifyBatch
 from specdec.verifier.kv_cache import KVCache
-from specdec.verifier.models.llama import CausalLM
+from specdec.verifier.models.base import LanguageModel
 from specdec.verifier.passes import accept_and_commit, commit, verify_pass
 from specdec.verifier.sampling import MAX_LOGPROBS, token_logprobs
 from specdec.verifier.state import DecodeState, RowState
@@ -33,7 +33,7 @@ class DecodeStep:
     def __init__(
         self,
         *,
-        model: CausalLM,
+        model: LanguageModel,
         kv_cache: KVCache,
         state: DecodeState,
         drafter: Drafter | None,

@@ -70,6 +70,8 @@ def adapter_sites(config: ModelConfig) -> dict[str, tuple[int, int]]:
 
     A tied embedding is not among them, nor is its head: one adapted alone would untie them.
     """
+    if config.implementation != "specdec":
+        raise AdapterError(f"model_impl={config.implementation!r} has no adapters")
     backend: AttentionBackend = None  # type: ignore[assignment]
     model = model_class(config)(
         config, dtype=config.dtype, device="meta", attention_backend=backend

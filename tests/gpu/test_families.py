@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import PROMPTS, assert_decodes_replayed, assert_no_leak, greedy
-from oracle import Oracle
+from oracle import Oracle, expect, speculate
 from paged import logits_of, relative_error
 from tiny import blended, make_tiny
 
@@ -304,3 +304,17 @@ def test_counts_do_not_depend_on_graphs(folder, draft) -> None:
             outs = engine.generate(PROMPTS, greedy(60))
             counts.append([(out.token_ids, out.stats.accepted_per_step) for out in outs])
     assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma2"])
+def test_transformers_implementation(tmp_path, family) -> None:
+    """Float32 text and counts on FULL graphs are the oracle's, as those of our own models."""
+    target = str(make_tiny(tmp_path / "target", family=family, seed=5))
+    proposal = str(blended(target, tmp_path / "draft", 0.1))
+    options = {"dtype": "float32", "model_impl": "transformers"}
+    with gpu_engine(target, proposal, 4, **options) as engine:
+        outs = engine.generate(PROMPTS, greedy(24))
+        assert_decodes_replayed(engine)
+    reference, proposer = Oracle(target), Oracle(proposal)
+    for prompt, out in zip(PROMPTS, outs, strict=True):
+        expect(out, speculate(reference, proposer, prompt, k=4, max_new_tokens=24))

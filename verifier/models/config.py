@@ -78,6 +78,7 @@ class ModelConfig:
     """Shape and constants of a decoder-only model. ``eos_token_ids`` may be empty."""
 
     architecture: str
+    implementation: str = "specdec"  # or "transformers", of any architecture
     vocab_size: int  # rows of embedding and head, padding included
     hidden_size: int
     intermediate_size: int
@@ -107,7 +108,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.architecture not in FAMILIES:
+        if self.implementation == "specdec" and self.architecture not in FAMILIES:
             raise UnsupportedModelError(
                 f"architecture {self.architecture!r} is not supported; supported: "
                 f"{', '.join(FAMILIES)}"
@@ -264,7 +265,8 @@ def _parse(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelCon
     qkv_bias = family.qkv_bias
     if family.model_type == "qwen2_moe":
         qkv_bias = boolean(config, "qkv_bias", True)
-    num_kv_heads, own = integer(config, "num_key_value_heads", num_heads), {}
+    num_kv_heads = integer(config, "num_key_value_heads", num_heads)
+    own: dict[str, Any] = {}
     if family.is_gemma:
         own = gemma_fields(config, family.model_type)
     num_mtp_layers = 0
@@ -303,7 +305,7 @@ def _parse(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelCon
         sliding_layers=sliding_layers,
         local_rope=local_rope,
         **own,
-        dtype=_dtype(config),
+        dtype=config_dtype(config),
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=eos,
     )
@@ -323,7 +325,8 @@ def _architecture(config: Mapping[str, Any]) -> str:
     return str(names[0])
 
 
-def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
+def refuse_foreign_parts(config: Mapping[str, Any]) -> None:
+    """Raise UnsupportedModelError for quantised weights, or code that the model brings itself."""
     quantization = config.get("quantization_config")
     if quantization:
         method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
@@ -334,6 +337,10 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
         raise UnsupportedModelError(
             "the model brings its own code (auto_map, trust_remote_code), which is never run"
         )
+
+
+def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
+    refuse_foreign_parts(config)
     field, known = "hidden_act", ["silu", "swish"]
     if family.is_gemma:
         field, known = "hidden_activation", ["gelu_pytorch_tanh"]
@@ -346,7 +353,8 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
         raise UnsupportedModelError("use_bidirectional_attention is not supported")
 
 
-def _dtype(config: Mapping[str, Any]) -> torch.dtype:
+def config_dtype(config: Mapping[str, Any]) -> torch.dtype:
+    """The dtype of a checkpoint's weights, as its config.json says."""
     value = config.get("dtype") or config.get("torch_dtype") or "float32"
     name = str(value).removeprefix("torch.")
     if name not in DTYPES:
