@@ -320,7 +320,7 @@ def _architecture(config: Mapping[str, Any]) -> str:
     if len(names) != 1 or names[0] not in FAMILIES:
         raise UnsupportedModelError(
             f"architecture {', '.join(map(str, names))} is not supported; supported: "
-            f"{', '.join(FAMILIES)}"
+            f"{', '.join(FAMILIES)}; model_impl='transformers' serves others"
         )
     return str(names[0])
 
