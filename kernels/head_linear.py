@@ -9,7 +9,7 @@ from torch import Tensor
 
 def head_linear_reference(x: Tensor, weight: Tensor) -> Tensor:
     """Plain PyTorch twin of ``head_linear``."""
-    return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
+    return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1).contiguous()
 
 
 def head_linear(x: Tensor, weight: Tensor) -> Tensor:

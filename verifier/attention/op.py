@@ -67,7 +67,8 @@ class PagedAttention:
         if latent_size is not None:
             row = key[:, 0]
             write_latent(row[:, :latent_size], row[:, latent_size:], keys[:, :, 0], slots)
-            return self.backend.forward(query, keys, values, self.metadata, scale)
+            # Compiled pieces count on the layout of a new tensor.
+            return self.backend.forward(query, keys, values, self.metadata, scale).contiguous()
         query = rope_write_kv(query, key, value, cos_sin, positions, keys, values, slots)
         return self.backend.forward(
             query, keys, values, self.metadata, scale, sliding_window, soft_cap
