@@ -78,6 +78,14 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
     assert torch.equal(logits_of(load(folder), IDS), expected)
 
 
+def test_the_code_that_files_name_is_not_needed(tmp_path: Path) -> None:
+    """DeepSeek's published configurations have an auto_map."""
+    folder = make_tiny(
+        tmp_path, family="deepseek_v3", auto_map={"AutoConfig": "configuration_deepseek.Config"}
+    )
+    assert read_config(folder).num_layers == 2
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_stack_of_sparse_layers_has_three_pieces(tmp_path: Path, family: str) -> None:
     model = load(make_tiny(tmp_path, layers=4, family=family, first_k_dense_replace=0))

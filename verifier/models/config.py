@@ -340,6 +340,9 @@ def refuse_foreign_parts(config: Mapping[str, Any]) -> None:
 
 
 def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
+    if family.has_latents:
+        # DeepSeek's own files name code that transformers has long had; it is not run either.
+        config = {name: value for name, value in config.items() if name != "auto_map"}
     refuse_foreign_parts(config)
     field, known = "hidden_act", ["silu", "swish"]
     if family.is_gemma:
