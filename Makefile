@@ -20,7 +20,7 @@ help:
 	@echo "make demo   real text from a small model, with and without speculation"
 	@echo "make test   the tests"
 	@echo "make lint   ruff and mypy alone"
-	@echo "make bench  acceptance against latency on the small model"
+	@echo "make bench  micro-benchmarks of the host's work (and of the kernels, on a GPU)"
 	@echo "make clean  remove $(VENV) and build folders"
 
 demo: $(VENV)/.stamp-install $(VENV)/.stamp-model
@@ -32,8 +32,9 @@ test: $(VENV)/.stamp-test $(VENV)/.stamp-model
 lint: $(VENV)/.stamp-test
 	$(BIN)/pytest -q tests/test_lint.py
 
-bench: $(VENV)/.stamp-test $(VENV)/.stamp-model
-	$(BIN)/python bench/acceptance_vs_latency.py --out build/bench
+bench: $(VENV)/.stamp-test
+	$(BIN)/pytest bench/micro -q --benchmark-warmup=on --benchmark-max-time=1 --benchmark-min-rounds=5 \
+	  --benchmark-columns=min,median,max,rounds --benchmark-json=$(VENV)/micro.json
 
 clean:
 	rm -rf $(VENV) .typing build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -37,6 +37,11 @@ class Drafter:
             two graphs, and each step waits for them.
         catchup_width: tokens per row that one catch-up pass feeds; 0 for a drafter without KV.
         max_model_len: longest text that the drafter can read, or None for any.
+        kv_lag: committed tokens at the end of a text that the drafter's KV may lack after a step in
+            which it drafted.
+        lookahead: tokens after a position that the drafter's KV of it depends on.
+        feature_layers: hidden states of the target that ``keep_features`` is to be given: those
+            after this many layers.
         uses_adapters: rows with an adapter are drafted with it, so that what drafts has LoRA graphs
             of its own; otherwise drafts come from the base model for every row.
         sources: what drafts are counted by: of two drafters the names of both, else none.
@@ -46,6 +51,9 @@ class Drafter:
     capturable: bool = False
     catchup_width: int = 0
     max_model_len: int | None = None
+    kv_lag: int = 0
+    lookahead: int = 0
+    feature_layers: tuple[int, ...] = ()
     uses_adapters: bool = False
     sources: tuple[str, ...] = ()
 
@@ -59,6 +67,13 @@ class Drafter:
         They count as this drafter's own in all that it keeps; what it returns there is ignored.
         """
         raise NotImplementedError(f"{type(self).__name__}.propose_after")
+
+    def keep_features(self, features: Tensor, slot_mapping: Tensor) -> None:
+        """Keep hidden states of the target for the tokens that it has just read.
+
+        features: [T, len(feature_layers) * hidden] in the target's dtype. slot_mapping: [T] int64,
+        where each token's KV lies, PAD_SLOT_ID for none.
+        """
 
     def prefill(self, batch: PrefillBatch) -> None:
         """Read the chunks of prompts that the target just read."""
@@ -107,9 +122,10 @@ class DrafterLike(Drafter):
     def __init__(self, wrapped: object) -> None:
         self.name = type(wrapped).__name__
         own = ("name", "capturable", "catchup_width", "max_model_len", "uses_adapters")
+        of_target = ("kv_lag", "lookahead", "feature_layers", "keep_features")
         calls = ("propose", "prefill", "advance", "catch_up", "bytes_per_block", "attach")
         of_host = ("enter", "learn", "refresh")
-        for name in (*own, *calls, *of_host):
+        for name in (*own, *of_target, *calls, *of_host):
             if hasattr(wrapped, name):
                 setattr(self, name, getattr(wrapped, name))
 

@@ -15,8 +15,8 @@ from specdec.verifier.state import DecodeState, RowState
 
 AnyDraft = TypeVar("AnyDraft")
 LOOKUPS = ("ngram", "suffix")
-# Matches that come before a model. Of the drafts after a match of five tokens or more about nine in
-# ten are accepted, after one of three about six in ten (docs/drafters.md).
+# Matches of which lookup goes before the model: of the first drafts after such a match four in five
+# were accepted, after one of three or four tokens two in five (docs/drafters.md).
 LONG_MATCH = 5
 SUFFIX_BEFORE_A_MODEL = SuffixRule(min_match=LONG_MATCH, min_share=50)
 
@@ -37,6 +37,8 @@ class CombinedDrafter(Drafter):
         self.sources = (first.name, second.name)
         self.capturable = first.capturable and second.capturable
         self.catchup_width = second.catchup_width
+        self.lookahead = second.lookahead
+        self.feature_layers = second.feature_layers
         self.uses_adapters = second.uses_adapters
 
     def propose(self, state: RowState, k: int) -> Draft:
@@ -49,6 +51,9 @@ class CombinedDrafter(Drafter):
             None if draft.probs is None else one_hot_where(is_given, given.ids, draft.probs),
             num_from_first=is_given.sum(1),
         )
+
+    def keep_features(self, features: Tensor, slot_mapping: Tensor) -> None:
+        self.second.keep_features(features, slot_mapping)
 
     def prefill(self, batch: PrefillBatch) -> None:
         self.second.prefill(batch)
@@ -74,6 +79,7 @@ class CombinedDrafter(Drafter):
     def attach(self, state: DecodeState, num_blocks: int, draft_width: int) -> None:
         self.first.attach(state, num_blocks, draft_width)
         self.second.attach(state, num_blocks, draft_width)
+        self.kv_lag = self.second.kv_lag
 
 
 def one_hot_where(is_given: Tensor, ids: Tensor, probs: Tensor) -> Tensor:
@@ -94,7 +100,8 @@ def split_names(draft: AnyDraft) -> tuple[str | None, AnyDraft | str]:
         return None, draft
     if second in ("", "none", "auto") or second.partition("+")[0] in LOOKUPS:
         raise ValueError(
-            f"draft={draft!r}: a model must follow {first}+, as layer_skip:N or the path of one"
+            f"draft={draft!r}: a model must follow {first}+, as layer_skip:N, eagle:PATH, "
+            "medusa:PATH, mtp or the path of one"
         )
     return first, second
 

@@ -59,6 +59,7 @@ class DraftModelDrafter(Drafter):
     name = "draft_model"
     capturable = True
     catchup_width = 16
+    kv_lag = 1
 
     def __init__(self, model: LanguageModel, *, vocab_size: int) -> None:
         """``vocab_size``: ids of the target that may be emitted; higher ones are never drafted."""

@@ -11,6 +11,10 @@ from torch import Tensor
 
 from specdec.kernels.launch import pdl_options, wait_for_inputs
 from specdec.kernels.pass_triton import StateTensors
+from specdec.kernels.sampling import SIMULATED
+from specdec.kernels.sampling_triton import row_key, uniform_from_key
+
+_SIMULATED = tl.constexpr(SIMULATED)
 
 
 # As for the inputs of a pass: rows of one tensor lie at any alignment.
@@ -32,10 +36,12 @@ def _accept_kernel(
     end_column,
     packed,  # [R, Q + 4] int64
     num_accepted,  # [R] int64
+    rates,  # [Q - 1] float32 or None: simulated acceptance
     token_stride,
     column_stride,
     Q: tl.constexpr,
     BLOCK_Q: tl.constexpr,
+    SIMULATES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_inputs(PDL)
@@ -46,13 +52,18 @@ def _accept_kernel(
     sound = tl.load(finite + row * Q + steps, mask=inside, other=0) != 0
     draft = tl.load(draft_ids + row * (Q - 1) + steps, mask=steps < Q - 1, other=-2)
     drafted = tl.load(num_drafted + row)
-    agrees = (draft == target) & sound & (steps < drafted) & (steps < Q - 1)
+    slot = tl.load(slots + row)
+    seq_len = tl.load(seq_len_column + slot * column_stride)
+    agrees = draft == target
+    if SIMULATES:
+        key = row_key(slot, seq_len + steps, tl.full([], _SIMULATED, tl.int64))
+        rate = tl.load(rates + steps, mask=steps < Q - 1, other=0.0)
+        agrees = uniform_from_key(key) < rate
+    agrees = agrees & sound & (steps < drafted) & (steps < Q - 1)
     accepted = tl.min(tl.where(agrees, Q, steps), axis=0)
     failed = tl.max(((steps == accepted) & (sound == 0)).to(tl.int32), axis=0)
     kept = tl.where(steps <= accepted, target, -1)
 
-    slot = tl.load(slots + row)
-    seq_len = tl.load(seq_len_column + slot * column_stride)
     active = tl.load(end_column + slot * column_stride) > seq_len
     num_new = tl.where(active, accepted + 1 - failed, 0)
     text = tokens + slot * token_stride + seq_len
@@ -70,9 +81,17 @@ def _accept_kernel(
 
 
 def accept_and_commit(
-    state: StateTensors, targets: Tensor, finite: Tensor, draft_ids: Tensor, num_drafted: Tensor
+    state: StateTensors,
+    targets: Tensor,
+    finite: Tensor,
+    draft_ids: Tensor,
+    num_drafted: Tensor,
+    rates: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``accept_greedy``, ``RowState.commit`` and ``PassResult.pack``: packed and num_accepted."""
+    """``accept_greedy``, ``RowState.commit`` and ``PassResult.pack``: packed and num_accepted.
+
+    With ``rates`` the drafts pass as in ``specdec.verifier.simulated``.
+    """
     num_reqs, query_len = targets.shape
     packed = torch.empty(num_reqs, query_len + 4, dtype=torch.int64, device=targets.device)
     num_accepted = torch.empty_like(num_drafted)
@@ -87,10 +106,12 @@ def accept_and_commit(
         state.end,
         packed,
         num_accepted,
+        rates,
         state.tokens.stride(0),
         state.seq_len.stride(0),
         Q=query_len,
         BLOCK_Q=triton.next_power_of_2(query_len),
+        SIMULATES=rates is not None,
         num_warps=1,
         **pdl_options(targets),
     )
@@ -98,7 +119,7 @@ def accept_and_commit(
 
 
 @triton.jit(
-    do_not_specialize=["max_len", "column_stride"],
+    do_not_specialize=["max_len", "kv_lag", "column_stride"],
     do_not_specialize_on_alignment=[
         *("slots", "seq_lens", "remaining", "max_drafts", "num_accepted", "draft_len_column"),
     ],
@@ -111,7 +132,9 @@ def _advance_kernel(
     num_accepted,
     draft_len_column,
     max_len,
+    kv_lag,
     column_stride,
+    KEEPS_DRAFTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_inputs(PDL)
@@ -120,9 +143,12 @@ def _advance_kernel(
     seq_len = tl.load(seq_lens + row)
     drafts = tl.load(max_drafts + row)
     fits = (tl.load(remaining + row) > 0) & (seq_len + drafts <= max_len)
-    if fits & (tl.load(column) >= seq_len - 2):
-        fed = tl.maximum(drafts - 1, 0)
-        tl.store(column, seq_len + tl.minimum(tl.load(num_accepted + row), fed))
+    if fits & (tl.load(column) >= seq_len - 1 - kv_lag):
+        if KEEPS_DRAFTS:
+            fed = tl.maximum(drafts - 1, 0)
+            tl.store(column, seq_len + tl.minimum(tl.load(num_accepted + row), fed))
+        else:
+            tl.store(column, seq_len - 1)
 
 
 def advance_draft_len(
@@ -133,6 +159,9 @@ def advance_draft_len(
     num_accepted: Tensor,
     draft_len: Tensor,
     max_len: int,
+    *,
+    kv_lag: int = 1,
+    keeps_drafts: bool = True,
 ) -> None:
     """``specdec.verifier.passes.advance_draft_len``; all [R] but the column ``draft_len`` [S]."""
     _advance_kernel[slots.shape](
@@ -143,7 +172,9 @@ def advance_draft_len(
         num_accepted,
         draft_len,
         max_len,
+        kv_lag,
         draft_len.stride(0),
+        KEEPS_DRAFTS=keeps_drafts,
         num_warps=1,
         **pdl_options(slots),
     )

@@ -56,6 +56,7 @@ _ANY_ALIGNMENT = [
 ]
 _ANY_VALUE = [
     *("num_reqs", "offset", "min_drafts", "id_limit", "max_len", "table_stride"),
+    *("kv_lag", "id_shift"),
     *("token_stride", "column_stride", "given_stride"),
 ]
 
@@ -86,6 +87,8 @@ def _inputs_kernel(
     min_drafts,  # a row that takes fewer drafts is not drafted
     id_limit,  # ids at or past this end a draft; what is fed to a draft model stays below
     max_len,
+    kv_lag,
+    id_shift,
     token_stride,
     column_stride,
     table_stride,
@@ -129,9 +132,9 @@ def _inputs_kernel(
         ready = active
         if NEEDS_KV:
             draft_len = tl.load(draft_len_column + slot * column_stride)
-            ready = ready & (draft_len >= seq_len - 2) & (seq_len + max_drafts <= max_len)
+            ready = ready & (draft_len >= seq_len - 1 - kv_lag) & (seq_len + max_drafts <= max_len)
         if FROM_TEXT:
-            at = tl.minimum(tl.maximum(first + steps, 0), token_stride - 2)
+            at = tl.minimum(tl.maximum(first + id_shift + steps, 0), token_stride - 2)
             ids = tl.load(tokens + slot * token_stride + at, mask=inside, other=0).to(tl.int64)
         else:
             ids = tl.load(given + row * given_stride + steps, mask=inside, other=0)
@@ -181,6 +184,8 @@ def _inputs(
     max_len: int,
     has_lora: bool,
     block_table: Tensor | None,
+    kv_lag: int = 1,
+    id_shift: int = 0,
 ) -> PassTensors:
     num_reqs, width = state.slots.shape[0], state.block_table.shape[1]
 
@@ -229,6 +234,8 @@ def _inputs(
         min_drafts,
         id_limit,
         max_len,
+        kv_lag,
+        id_shift,
         state.tokens.stride(0),
         state.seq_len.stride(0),
         state.block_table.stride(0),
@@ -286,6 +293,8 @@ def draft_inputs(
     max_len: int,
     has_lora: bool,
     block_table: Tensor | None,
+    kv_lag: int = 1,
+    id_shift: int = 0,
 ) -> PassTensors:
     """``specdec.verifier.passes.draft_pass``."""
     return _inputs(
@@ -300,4 +309,6 @@ def draft_inputs(
         max_len=max_len,
         has_lora=has_lora,
         block_table=block_table,
+        kv_lag=kv_lag,
+        id_shift=id_shift,
     )

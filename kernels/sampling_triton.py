@@ -50,6 +50,12 @@ def gumbel_from_bits(bits):
     return -tl.log(tl.where(v < _SERIES_BELOW, series, -tl.log(1 - v)))
 
 
+@triton.jit
+def uniform_from_key(key):
+    """One number in [0, 1) of a row's key, as ``sampling.uniform_noise``."""
+    return _shift_right(_mix(key), 40).to(tl.float32) * 5.960464477539063e-08  # 2 ** -24
+
+
 @triton.jit(do_not_specialize=["vocab_size", "num_rows_each"])
 def _gumbel_kernel(
     seed,  # [R] int64
@@ -76,8 +82,8 @@ def _uniform_kernel(
     mask = rows < num_rows
     seeds = tl.load(seed + rows // num_rows_each, mask=mask, other=0)
     indices = tl.load(index + rows, mask=mask, other=0)
-    bits = _mix(row_key(seeds, indices, tl.full([], STREAM, tl.int64)))
-    tl.store(out + rows, _shift_right(bits, 40).to(tl.float32) * 5.960464477539063e-08, mask=mask)
+    key = row_key(seeds, indices, tl.full([], STREAM, tl.int64))
+    tl.store(out + rows, uniform_from_key(key), mask=mask)
 
 
 def gumbel_noise(seed: Tensor, index: Tensor, vocab_size: int, stream: int) -> Tensor:

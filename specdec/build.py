@@ -8,14 +8,19 @@ from pathlib import Path
 import torch
 
 from specdec.adapters import make_table, read_adapters
-from specdec.config import DTYPES, EngineConfig
+from specdec.build_drafter import (
+    NO_FEATURES,
+    check_draft,
+    heavy_drafter,
+    light_drafter,
+    read_draft_lora,
+)
+from specdec.config import EngineConfig
 from specdec.drafters.adaptive import AdaptiveK, widths_up_to
-from specdec.drafters.base import Drafter, DrafterLike
+from specdec.drafters.base import Drafter
 from specdec.drafters.combined import CombinedDrafter, make_lookup, split_names
 from specdec.drafters.draft_model import DraftModelDrafter
-from specdec.drafters.layer_skip import LayerSkipDrafter, skipped_layers
-from specdec.drafters.ngram import NgramDrafter
-from specdec.drafters.suffix import SuffixDrafter
+from specdec.drafters.shipped import auto_draft
 from specdec.graph_report import capture_progress, start_up_line
 from specdec.graph_setup import make_dispatcher, make_flat_model
 from specdec.intake import Intake
@@ -24,25 +29,20 @@ from specdec.kv_blocks import kv_blocks
 from specdec.lora import LoraManager
 from specdec.runner import Runner
 from specdec.scheduler import Scheduler
+from specdec.sources import Source, dtype_of, load_source, read_source
 from specdec.step import DecodeStep
-from specdec.tokenizer import Tokenizer, compare_tokenizers, load_tokenizer
-from specdec.verifier.attention.base import AttentionBackend
+from specdec.tokenizer import Tokenizer
 from specdec.verifier.attention.select import BackendChoice, choose_backend, default_block_size
-from specdec.verifier.hub import resolve_model
-from specdec.verifier.kv_cache import BlockPool, KVCache
-from specdec.verifier.loading import check_weights, load_any_model, read_config
-from specdec.verifier.models.base import LanguageModel
+from specdec.verifier.kv_cache import BlockPool
+from specdec.verifier.loading import check_weights, with_features
 from specdec.verifier.models.config import ModelConfig
 from specdec.verifier.models.llama import CausalLM
 from specdec.verifier.modes import resolve_uniform_query_lens
-from specdec.verifier.peft_format import AdapterWeights
 from specdec.verifier.state import DecodeState
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_NUM_SEQS = {"cpu": 8, "cuda": 64}
-
-DRAFTERS = "auto, ngram, suffix, layer_skip:N"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,10 +72,13 @@ def build(
 ) -> Parts:
     """Check everything that files can tell, then load, allocate and capture."""
     device = config.torch_device
-    target_source = _read(model, config)
-    draft = "ngram" if draft == "auto" else draft
+    target_source = read_source(model, config)
+    if draft == "auto":
+        draft = auto_draft(target_source.config, target_source.tokenizer)
     lookup, draft = split_names(draft)
-    draft_source = _check_draft(draft, target_source, config)
+    draft_source = check_draft(draft, target_source, config)
+    if config.simulated_acceptance is not None and draft is None:
+        raise ValueError("simulated_acceptance needs a drafter, whose cost is part of a step")
     limits = _limits(config, target_source, k if draft is not None else 0, device)
     adapts = k == "auto" and draft is not None
     if device.type == "cuda":
@@ -92,6 +95,9 @@ def build(
     if draft_source is not None:
         # A draft keeps its own dtype on a GPU: cast to the target's it may overflow.
         own = replace(config, dtype="auto") if device.type == "cuda" else config
+        if draft_source.head is not None:
+            # It reads the target's hidden states as they are.
+            own = replace(config, dtype=str(dtype_of(config, target_source, device))[6:])
         draft_backend = _choose_backend(own, draft_source, limits, device).backend
         supports.append(draft_backend.cg_support)
     mode, full_lens = resolve_uniform_query_lens(
@@ -104,14 +110,18 @@ def build(
     )
 
     lora = read_adapters(config.lora, target_source.config, config.max_lora_rank)
-    draft_lora = _read_draft_lora(config, draft_source)
+    draft_lora = read_draft_lora(config, draft_source)
 
     for each in (target_source, draft_source):
         # Missing, misshapen or damaged tensors are refused before either model takes memory.
-        if each is not None and not isinstance(each.model, CausalLM):
+        if each is not None and each.head is None and not isinstance(each.model, CausalLM):
             check_weights(each.model, each.config)
-    target = _load(target_source, config, backend, device)
-    drafter = _heavy_drafter(draft, draft_source, own, draft_backend, limits, device)
+    target = load_source(target_source, config, backend, device)
+    drafter = heavy_drafter(draft, draft_source, target, own, draft_backend, limits.vocab_size)
+    if drafter is not None and drafter.feature_layers:
+        if not isinstance(target, CausalLM):
+            raise ValueError(f"drafter {drafter.name!r}: {NO_FEATURES}")
+        target = with_features(target, drafter.feature_layers)
     adapters = None
     if config.lora_at_start:
         draft_model = None
@@ -133,7 +143,7 @@ def build(
     )
     kv_cache = target.make_kv_cache(num_blocks, limits.block_size)
     if drafter is None and draft is not None:
-        drafter = _light_drafter(draft, target, kv_cache, config, limits)
+        drafter = light_drafter(draft, target, kv_cache, config, limits.vocab_size)
     if lookup is not None:
         assert drafter is not None
         drafter = CombinedDrafter(make_lookup(lookup, config.suffix_history), drafter)
@@ -150,6 +160,7 @@ def build(
         vocab_size=limits.vocab_size,
         max_k=limits.max_k,
         forward=flat.forward,
+        simulated_acceptance=config.simulated_acceptance,
     )
     runner = Runner(
         step,
@@ -169,8 +180,9 @@ def build(
         block_size=limits.block_size,
         pool=BlockPool(num_blocks),
         allowed_k=limits.allowed_k,
-        draft_lag=1 if drafter is not None and drafter.catchup_width else 0,
+        draft_lag=drafter.kv_lag if drafter is not None else 0,
         prefix_caching=config.enable_prefix_caching,
+        lookahead=drafter.lookahead if drafter is not None else 0,
     )
     intake = Intake(
         tokenizer=target_source.tokenizer,
@@ -183,6 +195,7 @@ def build(
         speculates=drafter is not None,
         adapts=adapts,
         acceptance=config.acceptance,
+        simulates=config.simulated_acceptance is not None,
     )
     manager = LoraManager(config, runner, scheduler, intake)
     if adapters is not None:
@@ -210,15 +223,6 @@ def build(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """A model before its weights are loaded: what its files say."""
-
-    model: str | Path | CausalLM | None
-    config: ModelConfig
-    tokenizer: Tokenizer | None
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Limits:
     """The sizes that an engine is built for."""
@@ -231,15 +235,7 @@ class _Limits:
     vocab_size: int  # ids that may be emitted
 
 
-def _read(model: str | Path | CausalLM | None, config: EngineConfig) -> _Source:
-    if isinstance(model, CausalLM):
-        return _Source(model, model.config, None)
-    path = resolve_model(model)
-    model_config = read_config(path, implementation=config.model_impl)
-    return _Source(model, model_config, load_tokenizer(path))
-
-
-def _limits(config: EngineConfig, source: _Source, k: int | str, device: torch.device) -> _Limits:
+def _limits(config: EngineConfig, source: Source, k: int | str, device: torch.device) -> _Limits:
     if k and max(config.extra_k, default=0) > (config.k_max if k == "auto" else int(k)):
         raise ValueError(f"extra_k {list(config.extra_k)} must not be above k, {k}")
     widths = widths_up_to(config.k_max) if k == "auto" else [int(k)]
@@ -266,91 +262,6 @@ def _limits(config: EngineConfig, source: _Source, k: int | str, device: torch.d
     )
 
 
-def _check_draft(
-    draft: str | Path | CausalLM | Drafter | None, target: _Source, config: EngineConfig
-) -> _Source | None:
-    """Refuse a drafter that cannot work, from files alone. A draft model's files, or None."""
-    if draft is None or draft in ("ngram", "suffix"):
-        return None
-    if isinstance(draft, CausalLM):
-        return _read(draft, config)
-    if not isinstance(draft, str | Path):
-        if isinstance(draft, type) or not callable(getattr(draft, "propose", None)):
-            raise TypeError(f"draft must be None, a string, a path or a Drafter, got {draft!r}")
-        return None
-    text = str(draft)
-    if text.startswith("layer_skip"):
-        skipped_layers(text, target.config.num_layers)
-        return None
-    if not text or text == "none":
-        raise ValueError(f"draft={text!r}: pass None for no drafter, or one of {DRAFTERS}")
-    if text.startswith("eagle:"):
-        raise ValueError(f"draft={text!r} is not supported yet")
-    try:
-        source = _read(text, config)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"draft {text!r} is none of {DRAFTERS}, and {error}") from error
-    difference = compare_tokenizers(target.tokenizer, source.tokenizer)
-    if difference is not None:
-        raise ValueError(f"draft {text!r} has another tokenizer than the target: {difference}")
-    return source
-
-
-def _read_draft_lora(config: EngineConfig, draft: _Source | None) -> dict[str, AdapterWeights]:
-    """The draft model's adapters. Raises ValueError where there is no model to adapt."""
-    if config.draft_lora is None:
-        return {}
-    if draft is None:
-        raise ValueError("draft_lora: only a draft model can have adapters of its own")
-    return read_adapters(config.draft_lora, draft.config, config.max_lora_rank)
-
-
-def _load(
-    source: _Source, config: EngineConfig, backend: AttentionBackend, device: torch.device
-) -> LanguageModel:
-    if isinstance(source.model, CausalLM):
-        return source.model
-    return load_any_model(
-        source.model,
-        source.config,
-        dtype=_dtype(config, source, device),
-        device=device,
-        attention_backend=backend,
-    )
-
-
-def _heavy_drafter(
-    draft: str | Path | CausalLM | Drafter | None,
-    source: _Source | None,
-    config: EngineConfig,
-    backend: AttentionBackend,
-    limits: _Limits,
-    device: torch.device,
-) -> Drafter | None:
-    """A drafter that brings weights or an object of the user's own; None for the others."""
-    if source is None:
-        if draft is None or isinstance(draft, str | Path | CausalLM):
-            return None
-        return draft if isinstance(draft, Drafter) else DrafterLike(draft)
-    model = _load(source, config, backend, device)
-    return DraftModelDrafter(model, vocab_size=limits.vocab_size)
-
-
-def _light_drafter(
-    draft: str | Path | CausalLM | Drafter,
-    target: LanguageModel,
-    kv_cache: KVCache,
-    config: EngineConfig,
-    limits: _Limits,
-) -> Drafter:
-    if draft == "ngram":
-        return NgramDrafter()
-    if draft == "suffix":
-        return SuffixDrafter(config.suffix_history)
-    num_layers = skipped_layers(str(draft), target.config.num_layers)
-    return LayerSkipDrafter(target, kv_cache, num_layers=num_layers, vocab_size=limits.vocab_size)
-
-
 def _max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:
     context = model_config.max_position_embeddings
     if config.max_model_len is None:
@@ -362,16 +273,8 @@ def _max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:
     return config.max_model_len
 
 
-def _dtype(config: EngineConfig, source: _Source, device: torch.device) -> torch.dtype:
-    if isinstance(source.model, CausalLM):
-        return source.model.dtype
-    if config.dtype != "auto":
-        return DTYPES[config.dtype]
-    return torch.float32 if device.type == "cpu" else source.config.dtype
-
-
 def _choose_backend(
-    config: EngineConfig, source: _Source, limits: _Limits, device: torch.device
+    config: EngineConfig, source: Source, limits: _Limits, device: torch.device
 ) -> BackendChoice:
     if isinstance(source.model, CausalLM):
         backend = source.model.attention_backend
@@ -379,7 +282,7 @@ def _choose_backend(
     return choose_backend(
         config.attention_backend,
         head_size=source.config.head_size,
-        dtype=_dtype(config, source, device),
+        dtype=dtype_of(config, source, device),
         block_size=limits.block_size,
         device=device,
         sliding_window=source.config.sliding_window,

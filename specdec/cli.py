@@ -46,7 +46,8 @@ ModelArgument = Annotated[
 DraftOption = Annotated[
     str,
     typer.Option(
-        help="none, auto, ngram, layer_skip:N, or a draft model of the same tokenizer.",
+        help="none, auto, ngram, suffix, layer_skip:N, a draft model of the same tokenizer, "
+        "or suffix+ before one of the last two.",
     ),
 ]
 

@@ -69,6 +69,10 @@ class EngineConfig:
             evenly until they fit. Default: what the GPU has free.
         verify_graphs: compare the first replay of each graph with an eager run; the graph table
             keeps the largest error.
+        simulated_acceptance: for benchmarks alone: acceptance is drawn at this rate (a list: by
+            position) instead of comparing, so that texts mean nothing; they come out empty, and
+            generations are marked ``simulated``. A rate is the chance that a draft is accepted if
+            those before it were.
         debug: check the static addresses of every replay.
     """
 
@@ -101,6 +105,7 @@ class EngineConfig:
     capture: str = "eager"
     graph_memory_limit: int | None = None
     verify_graphs: bool = False
+    simulated_acceptance: float | Sequence[float] | None = None
     debug: bool = False
 
     def __post_init__(self) -> None:
@@ -147,9 +152,25 @@ class EngineConfig:
         _check_sizes("cudagraph_capture_sizes", self.capture_sizes, 1)
         _check_sizes("uniform_request_counts", self.uniform_request_counts, 1)
         _check_sizes("extra_k", self.extra_k, 0)
+        self._check_simulated()
         _ = self.graph_mode, self.torch_device
         if self.model_impl == "transformers":
             self._check_transformers()
+
+    def _check_simulated(self) -> None:
+        value = self.simulated_acceptance
+        if value is None:
+            return
+        is_list = isinstance(value, Sequence) and not isinstance(value, str)
+        rates: list[object] = [*value] if is_list else [value]  # type: ignore[misc]
+        for rate in rates or [None]:
+            if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= 1:
+                raise ValueError(
+                    f"simulated_acceptance must be a rate in [0, 1] or a list, got {value!r}"
+                )
+        if self.exact is True or self.acceptance == "coupled":
+            name = "exact=True" if self.exact is True else "acceptance='coupled'"
+            raise ValueError(f"simulated_acceptance writes no real text, and {name} promises one")
 
     def _check_adapters(self) -> None:
         if not isinstance(self.lora_vocabulary, bool):

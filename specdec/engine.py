@@ -35,9 +35,9 @@ class Engine:
 
     Args:
         model: a Hugging Face folder or hub id, or a ``.gguf`` file; None is the bundled default.
-        draft: None, "auto", "ngram", "suffix", "layer_skip:N", the path of a smaller checkpoint
-            with the same tokenizer, "ngram+" or "suffix+" before one of the last two (lookup where
-            its match is long, the model elsewhere), or a ``Drafter``.
+        draft: None, "auto", "ngram", "suffix", "layer_skip:N", "eagle:PATH", the path of a smaller
+            checkpoint with the same tokenizer, "ngram+" or "suffix+" before one of the last three
+            (lookup where its match is long, the model elsewhere), or a ``Drafter``.
         k: drafts per row and step; "auto" takes, step by step, the k up to ``k_max`` that promises
             the most tokens per second, down to 0.
         fields: see ``EngineConfig``.
@@ -324,7 +324,9 @@ class Engine:
         self._check_open()
         for request in group:
             self._lora.hold(request)
-            self._tails[request] = TextTail(self.tokenizer, request.params.stop_strings)
+            # Simulated tokens are no text.
+            tokenizer = self.tokenizer if self.config.simulated_acceptance is None else None
+            self._tails[request] = TextTail(tokenizer, request.params.stop_strings)
             self._scheduler.add(request)
             self._num_grammars += request.grammar is not None
 
@@ -369,6 +371,7 @@ class Engine:
                 prompt_tokens=len(r.prompt_ids),
                 stats=r.stats,
                 logprobs=r.logprobs if r.params.logprobs is not None else None,
+                simulated=self.config.simulated_acceptance is not None,
             )
             for r in group
         ]

@@ -13,6 +13,16 @@ from specdec.tokenizer import Tokenizer
 from specdec.verifier.processors import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_STOP_IDS
 
 Prompt = str | Sequence[int]
+# Parameters that simulated acceptance cannot serve.
+TEXT_PROMISES = (
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "bad_words",
+    "logit_bias",
+    "logprobs",
+    "response_format",
+)
 
 
 class Intake:
@@ -31,6 +41,7 @@ class Intake:
         speculates: bool,
         adapts: bool,
         acceptance: str,
+        simulates: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
@@ -42,6 +53,7 @@ class Intake:
         self.speculates = speculates
         self.adapts = adapts
         self.acceptance = acceptance
+        self.simulates = simulates
         self.adapters: AdapterTable | None = None
         self._arrivals = itertools.count()
         self._grammars: GrammarCompiler | None = None
@@ -123,6 +135,8 @@ class Intake:
         return token
 
     def _check_params(self, params: SamplingParams) -> None:
+        if self.simulates:
+            _check_no_text(params)
         for token in params.stop_token_ids or ():
             self._token_id("stop_token_ids", token)
         for token in params.logit_bias or ():
@@ -188,6 +202,15 @@ class Intake:
         """
         repeats = params.seed is not None and params.temperature > 0
         return self.adapts and params.k in (None, "auto") and (coupled or not repeats)
+
+
+def _check_no_text(params: SamplingParams) -> None:
+    """Refuse what promises something of the text, which simulated acceptance makes meaningless."""
+    for name in TEXT_PROMISES:
+        if getattr(params, name) is not None:
+            raise ValueError(f"{name} promises something of a text that is simulated")
+    if not params.ignore_eos:
+        raise ValueError("ignore_eos must be True with simulated_acceptance: no text ends itself")
 
 
 def choice_seed(seed: int, index: int) -> int:

@@ -93,6 +93,7 @@ class Generation:
 
     ``finish_reason`` is "stop" (end of sequence, stop token or stop string), "length", "abort" or
     "error". An end-of-sequence or stop token is the last of ``token_ids`` and is not in ``text``.
+    ``simulated``: acceptance was drawn, so that the tokens mean nothing; ``text`` is empty.
     """
 
     text: str
@@ -102,6 +103,7 @@ class Generation:
     stats: GenerationStats
     logprobs: list[TokenLogprob] | None = None
     choices: list["Generation"] = field(default_factory=list, repr=False)
+    simulated: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Who runs in the next step: rows that decode, chunks that prefill, and the blocks for both."""
 
 from bisect import insort
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from specdec.adapters import AdapterTable
@@ -57,8 +58,12 @@ class Scheduler:
         allowed_k: tuple[int, ...],
         draft_lag: int,
         prefix_caching: bool,
+        lookahead: int = 0,
     ) -> None:
-        """``draft_lag``: committed tokens at the end of a text that a drafter's KV may lack."""
+        """
+        draft_lag: committed tokens at the end of a text that a drafter's KV may lack.
+        lookahead: tokens after a position that a drafter's KV of it depends on.
+        """
         self.max_num_batched_tokens = max_num_batched_tokens
         self.block_size = block_size
         self.pool = pool
@@ -66,6 +71,7 @@ class Scheduler:
         self.waiting: list[Request] = []  # by rank
         self.running: list[Request] = []
         self.draft_lag = draft_lag
+        self.lookahead = lookahead
         self.prefix_caching = prefix_caching
         self.adapters: AdapterTable | None = None
         self.num_preemptions = 0
@@ -173,8 +179,7 @@ class Scheduler:
         """Start from blocks that an earlier text with the same beginning has filled."""
         if self.prefix_caching:
             # One token at least is computed, for its logits.
-            tokens = request.token_ids[: request.prefill_goal - 1]
-            contents = list(block_contents(tokens, self.block_size, request.cache_salt))
+            contents = list(self._contents(request, request.prefill_goal - 1))
             request.blocks = self.pool.take_prefix(contents)
             if request.blocks:
                 plan.new_blocks.append((request, 0, list(request.blocks)))
@@ -188,11 +193,15 @@ class Scheduler:
         valid = request.num_committed - 1 - self.draft_lag - request.undrafted_steps
         if valid // self.block_size <= request.num_published:
             return
-        contents = block_contents(request.token_ids[:valid], self.block_size, request.cache_salt)
-        for number, content in enumerate(contents):
+        for number, content in enumerate(self._contents(request, valid)):
             if number >= request.num_published:
                 self.pool.publish(request.blocks[number], content)
         request.num_published = valid // self.block_size
+
+    def _contents(self, request: Request, length: int) -> Iterator[bytes]:
+        """Keys of the full blocks of a text's first ``length`` tokens."""
+        tokens = request.token_ids[: length + self.lookahead]
+        return block_contents(tokens, self.block_size, request.cache_salt, self.lookahead)
 
     def _add_chunk(self, request: Request, budget: int, plan: StepPlan) -> int:
         start = request.num_computed

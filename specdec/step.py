@@ -4,7 +4,7 @@ Shape letters: R requests of the batch, Q = 1 + k query length, V vocabulary.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,8 +16,10 @@ from specdec.verifier.attention.base import AttentionMetadata, concatenate
 from specdec.verifier.batch import PassResult, PrefillBatch, VerifyBatch
 from specdec.verifier.kv_cache import KVCache
 from specdec.verifier.models.base import LanguageModel
+from specdec.verifier.models.llama import CausalLM
 from specdec.verifier.passes import accept_and_commit, commit, verify_pass
 from specdec.verifier.sampling import MAX_LOGPROBS, token_logprobs
+from specdec.verifier.simulated import rates_by_position, simulated_agreement
 from specdec.verifier.state import DecodeState, RowState
 
 logger = logging.getLogger(__name__)
@@ -40,8 +42,12 @@ class DecodeStep:
         vocab_size: int,
         max_k: int,
         forward: Callable[[Tensor, Tensor, KVCache, AttentionMetadata], Tensor] | None = None,
+        simulated_acceptance: float | Sequence[float] | None = None,
     ) -> None:
-        """``forward`` stands in for the model's own, to put it on graphs."""
+        """
+        forward: stands in for the model's own, to put it on graphs.
+        simulated_acceptance: rates to draw acceptance from, instead of comparing.
+        """
         self.model = model
         self.forward = model.forward if forward is None else forward
         self.kv_cache = kv_cache
@@ -49,6 +55,10 @@ class DecodeStep:
         self.drafter = drafter
         self.vocab_size = vocab_size
         self._warned_of_probs = False
+        self._rates = None
+        if simulated_acceptance is not None:
+            rates = rates_by_position(simulated_acceptance, max_k)
+            self._rates = torch.tensor(rates, dtype=torch.float32, device=state.device)
         shape = (state.max_num_seqs,)
         self.slots = torch.full(shape, state.dump_row, dtype=torch.int64, device=state.device)
         # Drafts that the host brings (split step), and the distributions they came from.
@@ -117,7 +127,7 @@ class DecodeStep:
             input_ids = torch.cat([verify.input_ids, input_ids])
             positions = torch.cat([verify.positions, positions])
             metadata = concatenate(verify.metadata, metadata)
-        hidden = self.forward(input_ids, positions, self.kv_cache, metadata)
+        hidden = self._read(input_ids, positions, metadata)
         if self.drafter is not None:
             self.drafter.prefill(prompts)
 
@@ -138,14 +148,29 @@ class DecodeStep:
 
     def _verify(self, rows: RowState, draft: Draft, allowed: Tensor | None = None) -> PassResult:
         batch = self._verify_batch(rows, draft, allowed)
-        hidden = self.forward(batch.input_ids, batch.positions, self.kv_cache, batch.metadata)
+        hidden = self._read(batch.input_ids, batch.positions, batch.metadata)
         return self._accept(batch, hidden)
+
+    def _read(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """The target's hidden states; the drafter gets those that it asked for beside the last."""
+        out = self.forward(input_ids, positions, self.kv_cache, metadata)
+        if self.drafter is None or not self.drafter.feature_layers:
+            return out
+        # No other model is paired with such a drafter.
+        assert isinstance(self.model, CausalLM)
+        hidden, features = self.model.split_features(out)
+        self.drafter.keep_features(features, metadata.slot_mapping)
+        return hidden
 
     def _verify_batch(
         self, rows: RowState, draft: Draft, allowed: Tensor | None = None
     ) -> VerifyBatch:
         """Each row's last token and drafts; what a row may not take, or no token is, ends it."""
-        made = verify_pass(rows, draft.ids, self.vocab_size)
+        ids = draft.ids
+        if self._rates is not None:
+            # A drafter of the simulated quality has something to propose at every position.
+            ids = ids.clamp(0, self.vocab_size - 1)
+        made = verify_pass(rows, ids, self.vocab_size)
         return VerifyBatch(
             rows=rows,
             draft_ids=made.draft_ids,
@@ -172,7 +197,7 @@ class DecodeStep:
             choice = self.model.greedy_tokens(hidden, self.vocab_size, adapter_slots)
             targets, finite = (each.view(rows.slots.shape[0], -1) for each in choice)
             result, num_accepted = accept_and_commit(
-                rows, targets, finite, batch.draft_ids, num_drafted
+                rows, targets, finite, batch.draft_ids, num_drafted, self._rates
             )
         if self.drafter is not None and batch.draft_ids.shape[1]:
             self.drafter.advance(rows, num_accepted)
@@ -182,6 +207,9 @@ class DecodeStep:
         """The same over all logits. Returns num_accepted [R] too."""
         rows, num_drafted = batch.rows, batch.num_drafted
         logits = self._logits(hidden, rows.slots.shape[0], batch.metadata.adapter_slots)
+        simulated = None
+        if self._rates is not None:
+            simulated = simulated_agreement(rows, self._rates, batch.draft_ids.shape[1])
         accepted = accept(
             logits,
             batch.draft_ids,
@@ -190,6 +218,7 @@ class DecodeStep:
             rows.sampling,
             rows.rules,
             batch.allowed,
+            simulated,
         )
         logprobs = token_logprobs(logits, accepted.tokens, MAX_LOGPROBS)
         return commit(rows, accepted, num_drafted, logprobs), accepted.num_accepted

@@ -23,6 +23,7 @@ class TimedText:
     stats: GenerationStats
     first_token: float = 0.0
     last_token: float = 0.0
+    gaps: list[float] = field(default_factory=list)  # before each token but the first
 
     @property
     def decode_tokens(self) -> int:
@@ -71,8 +72,13 @@ def run_timed(
 
 def _add(text: TimedText, event: StreamEvent, now: float) -> None:
     if event.token_ids:
-        if not text.token_ids:
+        # Tokens of one step come together: all but its first without a gap.
+        inside = [0.0] * (len(event.token_ids) - 1)
+        if text.token_ids:
+            text.gaps += [now - text.last_token, *inside]
+        else:
             text.first_token = now
+            text.gaps += inside
         text.last_token = now
     text.text += event.text
     text.token_ids += event.token_ids

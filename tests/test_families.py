@@ -1,6 +1,7 @@
 """P1 for every family: the text and the counts of each drafter, on graphs, eager and in chunks."""
 
 import pytest
+from eagle_heads import make_head
 from harness import PROMPTS, assert_decodes_replayed, assert_no_leak, cpu_engine, greedy
 from oracle import Oracle, expect, speculate
 from tiny import blended, make_tiny
@@ -70,6 +71,14 @@ def test_ngram(case):
 def test_layer_skip(case):
     with cpu_engine(case.target, "layer_skip:1", 2, **ONE_RUNG) as engine:
         check(engine, case, 2, Oracle(case.target, num_layers=1))
+
+
+def test_eagle_head(case, tmp_path):
+    """Its counts are an EAGLE test's affair; here its target is another family's."""
+    head = make_head(case.target, tmp_path)
+    with cpu_engine(case.target, f"eagle:{head}", 3, **ONE_RUNG) as engine:
+        outs = check(engine, case, 3, counts=False)
+    assert sum(out.stats.drafted for out in outs) > 0
 
 
 def test_prompts_in_chunks_on_piecewise_graphs(case):

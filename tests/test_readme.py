@@ -94,6 +94,24 @@ def test_the_tables_are_those_of_the_recorded_results() -> None:
     assert "against k=0" in README
 
 
+def test_the_plots_are_those_of_the_recorded_results() -> None:
+    """A plot carries the digest of the points that it shows."""
+    from PIL import Image
+
+    from specdec.bench.plot import PLOTS, points_digest
+    from specdec.bench.report import read_report
+
+    names = re.findall(r"\((bench/results/[^)]+)-(\w+)\.png\)", README)
+    assert len(names) >= 2
+    for stem, plot in names:
+        assert plot in PLOTS
+        digest = points_digest(read_report(ROOT / f"{stem}.json"))
+        with Image.open(ROOT / f"{stem}-{plot}.png") as image:
+            assert image.info["Source"] == digest, (stem, plot)
+    for image in re.findall(r"!\[[^]]+\]\(([^)]+)\)", README):
+        assert (ROOT / image).is_file(), image
+
+
 def test_a_changed_number_would_be_noticed() -> None:
     updated = runpy.run_path(str(ROOT / "bench" / "readme_tables.py"))["updated"]
     assert updated(README) == README

@@ -247,3 +247,11 @@ def test_a_gguf_file_is_refused(tmp_path):
     file.touch()
     with pytest.raises(UnsupportedModelError, match="reads no GGUF file"):
         read_config(file, implementation="transformers")
+
+
+def test_heads_need_hidden_states_that_it_does_not_give(models, tmp_path):
+    from eagle_heads import make_head
+
+    head = make_head(models["target"], tmp_path / "head")
+    with pytest.raises(ValueError, match="model_impl='transformers' does not give"):
+        cpu_engine(models["target"], f"eagle:{head}", 2, **HF)

@@ -28,7 +28,11 @@ class Acceptance:
 
 
 def accept_greedy(
-    targets: Tensor, finite: Tensor, draft_ids: Tensor, num_drafted: Tensor
+    targets: Tensor,
+    finite: Tensor,
+    draft_ids: Tensor,
+    num_drafted: Tensor,
+    simulated: Tensor | None = None,
 ) -> Acceptance:
     """Keep the drafts up to the first that is not the target's own choice.
 
@@ -38,10 +42,13 @@ def accept_greedy(
             they are.
         draft_ids: [R, Q - 1] int64; entries at or past ``num_drafted`` are ignored.
         num_drafted: [R] int64.
+        simulated: [R, Q - 1] bool: which drafts pass, instead of the comparison.
     """
-    num_accepted = _num_accepted(draft_ids == targets[:, :-1], finite, num_drafted)
+    agrees = draft_ids == targets[:, :-1] if simulated is None else simulated
+    num_accepted = _num_accepted(agrees, finite, num_drafted)
     own = targets.gather(1, num_accepted[:, None])[:, 0]
-    return _acceptance(draft_ids, num_accepted, own, finite)
+    # An accepted draft is the target's choice, and one that was drawn to pass reads as it.
+    return _acceptance(targets[:, :-1], num_accepted, own, finite)
 
 
 def _num_accepted(agrees: Tensor, finite: Tensor, num_drafted: Tensor) -> Tensor:
@@ -69,6 +76,7 @@ def accept(
     rows: SamplingRows | None = None,
     rules: RuleRows | None = None,
     allowed: Tensor | None = None,
+    simulated: Tensor | None = None,
 ) -> Acceptance:
     """Keep the longest valid prefix of the drafts and add one token of the target's own.
 
@@ -86,6 +94,7 @@ def accept(
         rows: sampling parameters; None means that every row is greedy.
         rules: penalties, biases and bans, applied to every row with its own prefix; None for none.
         allowed: [R, Q, ceil(V / 32)] int32 bit masks of the tokens that may stand at each row.
+        simulated: [R, Q - 1] bool: which drafts pass, instead of every comparison above.
     """
     finite = logits.amax(-1).isfinite()  # [R, Q]: NaN and +inf reach the maximum
     if rules is not None:
@@ -96,13 +105,14 @@ def accept(
     finite = finite & logits.amax(-1).isfinite()
     targets = logits.argmax(-1)  # [R, Q]
     if rows is None:
-        return accept_greedy(targets, finite, draft_ids, num_drafted)
+        return accept_greedy(targets, finite, draft_ids, num_drafted, simulated)
     logp = log_probs(logits, rows)
     finite = finite & (logp.amax(-1).isfinite() | rows.greedy[:, None])
     targets = torch.where(rows.greedy[:, None], targets, coupled_tokens(logp, rows))
     by_rejection = ~rows.greedy & ~rows.coupled
     passes = _passes_rejection(logp, draft_ids, draft_probs, rows)
     agrees = torch.where(by_rejection[:, None], passes, draft_ids == targets[:, :-1])
+    agrees = agrees if simulated is None else simulated
     num_accepted = _num_accepted(agrees, finite, num_drafted)
     own = targets.gather(1, num_accepted[:, None])[:, 0]
     recovered = _recovered_tokens(logp, draft_ids, num_drafted, draft_probs, num_accepted, rows)

@@ -1,7 +1,7 @@
 """Reading and writing checkpoints of safetensors files."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from specdec.verifier.models.config import UnsupportedModelError, read_json_obje
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
+INDEX_TYPES = ("I64", "I32", "BOOL")
 # Large enough that an 8B model has four files, small enough to be written from memory.
 MAX_SHARD_BYTES = 5 * 10**9
 # Tensors of old checkpoints that are computed, not learned.
@@ -39,13 +40,14 @@ class SafetensorsCheckpoint:
     weights, ValueError naming a file that is damaged or a tensor that its index misplaces.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, indices: Collection[str] = ()) -> None:
+        """``indices``: names of tensors that hold integers or truth values."""
         self.source = str(folder)
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._files: dict[str, Any] = {}
         index = _weight_map(folder)
         for path in _weight_files(folder, index):
-            for name, shape, handle in _open(path):
+            for name, shape, handle in _open(path, indices):
                 if index is not None and index.get(name) != path.name:
                     continue
                 self._shapes[name] = shape
@@ -115,14 +117,14 @@ def _weight_files(folder: Path, index: dict[str, str] | None) -> list[Path]:
     raise FileNotFoundError(f"weights not found: {missing[0]} (pickled ones are never loaded)")
 
 
-def _open(path: Path) -> Iterator[tuple[str, tuple[int, ...], Any]]:
+def _open(path: Path, indices: Collection[str]) -> Iterator[tuple[str, tuple[int, ...], Any]]:
     try:
         handle = safe_open(path, framework="pt", device="cpu")
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged or cut short: {error}") from error
     for name in handle.keys():  # noqa: SIM118 - the handle is not a mapping
         view = handle.get_slice(name)
-        if view.get_dtype() not in FLOAT_TYPES:
+        if view.get_dtype() not in (INDEX_TYPES if name in indices else FLOAT_TYPES):
             raise UnsupportedModelError(
                 f"{path}: {name} is stored as {view.get_dtype()}; quantised weights are not "
                 "supported"

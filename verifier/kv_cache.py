@@ -126,13 +126,20 @@ class BlockPool:
             )
 
 
-def block_contents(tokens: Sequence[int], block_size: int, salt: str) -> Iterator[bytes]:
+def block_contents(
+    tokens: Sequence[int], block_size: int, salt: str, lookahead: int = 0
+) -> Iterator[bytes]:
     """A key for each full block of a text: its tokens, all tokens before it, and ``salt``.
 
     ``salt`` tells apart texts whose KV differs for the same tokens (adapter and its version).
+    ``lookahead``: tokens after a block that its content depends on too; ``tokens`` must hold them.
     """
     key = salt.encode()
-    for end in range(block_size, len(tokens) + 1, block_size):
+    for end in range(block_size, len(tokens) + 1 - lookahead, block_size):
         block = array("q", tokens[end - block_size : end]).tobytes()
         key = hashlib.blake2b(key + block, digest_size=16).digest()
-        yield key
+        if not lookahead:
+            yield key
+            continue
+        ahead = array("q", tokens[end : end + lookahead]).tobytes()
+        yield hashlib.blake2b(key + ahead, digest_size=16).digest()

@@ -1,5 +1,6 @@
 """From a model's files to a model on a device, and back to files."""
 
+import copy
 import json
 import shutil
 import warnings
@@ -23,6 +24,7 @@ from specdec.verifier.models.config import (
     read_json_object,
 )
 from specdec.verifier.models.llama import CausalLM
+from specdec.verifier.models.mtp_names import mtp_tensors
 from specdec.verifier.models.registry import model_class
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -128,11 +130,8 @@ def check_tensors(config: ModelConfig, checkpoint: Checkpoint) -> None:
     shapes = dict(checkpoint.shapes())
     if config.tie_word_embeddings:
         shapes.pop(HEAD, None)
-    ignored = tuple(
-        f"model.layers.{i}."
-        for i in range(config.num_layers, config.num_layers + config.num_mtp_layers)
-    )
-    shapes = {name: shape for name, shape in shapes.items() if not name.startswith(ignored)}
+    for name in mtp_tensors(shapes, config.num_layers):
+        del shapes[name]
     missing = [name for name in expected if name not in shapes]
     if missing:
         raise ValueError(f"{checkpoint.source} lacks the tensor {_listed(missing)}")
@@ -189,6 +188,17 @@ def truncate_layers(model: CausalLM, num_layers: int) -> CausalLM:
     short.layers = torch.nn.ModuleList(model.first_layers(num_layers))
     short.cos_sin, short.local_cos_sin = model.cos_sin, model.local_cos_sin
     return short.eval()
+
+
+def with_features(model: CausalLM, feature_layers: tuple[int, ...]) -> CausalLM:
+    """The same model in the same memory, whose passes also give these hidden states.
+
+    ``feature_layers``: numbers of layers, 0 (the embedding) to all. The model itself is unchanged.
+    """
+    assert all(0 <= i <= model.config.num_layers for i in feature_layers)
+    twin = copy.copy(model)
+    twin.feature_layers = feature_layers
+    return twin
 
 
 def silence_layers(model: CausalLM, first: int) -> None:

@@ -13,6 +13,7 @@ from specdec.verifier.acceptance import Acceptance, accept_greedy
 from specdec.verifier.attention.base import AttentionMetadata
 from specdec.verifier.batch import PassResult
 from specdec.verifier.sampling import Logprobs
+from specdec.verifier.simulated import simulated_agreement
 from specdec.verifier.state import RowState
 
 if TYPE_CHECKING:
@@ -91,15 +92,19 @@ def draft_pass(
     needs_kv: bool,
     vocab_size: int,
     max_len: int,
+    kv_lag: int = 1,
+    id_shift: int = 0,
 ) -> DraftPass:
     """Feed ``ids`` [R, Q] int64, or committed tokens for None, from ``offset`` past the text's end.
 
     Args:
         min_drafts: a row that takes fewer drafts in this step feeds nothing.
-        needs_kv: a row is ready only if its draft KV (``draft_len``) reaches to its last two tokens
-            and its drafts end before ``max_len``; otherwise every active row is.
+        needs_kv: a row is ready only if its draft KV (``draft_len``) lacks ``kv_lag`` tokens at
+            most before the newest, and its drafts end before ``max_len``; otherwise every active
+            row is.
         vocab_size: ids at or past it read as its last one.
         max_len: positions at or past it read as its last one.
+        id_shift: committed tokens are taken from this far behind the positions they are fed at.
     """
     if rows.slots.is_cuda:
         from specdec.kernels import pass_triton
@@ -115,6 +120,8 @@ def draft_pass(
             max_len=max_len,
             has_lora=rows.has_lora,
             block_table=rows.known_block_table,
+            kv_lag=kv_lag,
+            id_shift=id_shift,
         )
         return DraftPass(
             input_ids=made.input_ids,
@@ -122,10 +129,11 @@ def draft_pass(
             metadata=_metadata(rows, made, query_len),
             ready=made.rows[3],
         )
-    ready = _ready(rows, max_len) if needs_kv else rows.active
+    ready = _ready(rows, max_len, kv_lag) if needs_kv else rows.active
     first = rows.seq_lens + offset
     if ids is None:
-        ids = rows.tokens_at(first[:, None] + torch.arange(query_len, device=first.device))
+        steps = torch.arange(query_len, device=first.device)
+        ids = rows.tokens_at(first[:, None] + id_shift + steps)
     num_valid = torch.where(ready & (rows.max_drafts >= min_drafts), query_len, 0)
     positions, metadata = rows.uniform_metadata(first, query_len, num_valid)
     return DraftPass(
@@ -137,17 +145,28 @@ def draft_pass(
 
 
 def accept_and_commit(
-    rows: RowState, targets: Tensor, finite: Tensor, draft_ids: Tensor, num_drafted: Tensor
+    rows: RowState,
+    targets: Tensor,
+    finite: Tensor,
+    draft_ids: Tensor,
+    num_drafted: Tensor,
+    rates: Tensor | None = None,
 ) -> tuple[PassResult, Tensor]:
-    """``accept_greedy``, then commit what it keeps. Returns the result and num_accepted [R]."""
+    """``accept_greedy``, then commit what it keeps. Returns the result and num_accepted [R].
+
+    With ``rates`` [at least k] float32 acceptance is simulated.
+    """
     if rows.slots.is_cuda:
         from specdec.kernels import accept_triton
 
         packed, num_accepted = accept_triton.accept_and_commit(
-            rows.tensors, targets, finite, draft_ids, num_drafted
+            rows.tensors, targets, finite, draft_ids, num_drafted, rates
         )
         return PassResult(packed, None), num_accepted
-    accepted = accept_greedy(targets, finite, draft_ids, num_drafted)
+    simulated = None
+    if rates is not None:
+        simulated = simulated_agreement(rows, rates, draft_ids.shape[1])
+    accepted = accept_greedy(targets, finite, draft_ids, num_drafted, simulated)
     return commit(rows, accepted, num_drafted, None), accepted.num_accepted
 
 
@@ -167,26 +186,45 @@ def commit(
     )
 
 
-def advance_draft_len(rows: RowState, num_accepted: Tensor, max_len: int) -> None:
+def advance_draft_len(
+    rows: RowState,
+    num_accepted: Tensor,
+    max_len: int,
+    *,
+    kv_lag: int = 1,
+    keeps_drafts: bool = True,
+) -> None:
     """After a step: the draft KV of rows that were ready reaches over their accepted drafts.
 
-    The last draft is proposed but never fed, so it has no KV even if it was accepted.
+    The last draft is proposed but never fed, so it has no KV even if it was accepted. Without
+    ``keeps_drafts`` the KV of drafts is not kept, nor that of the newest token before them.
     """
     draft_len = rows.state.draft_len
     if rows.slots.is_cuda:
         from specdec.kernels import accept_triton
 
         known = (rows.seq_lens, rows.remaining, rows.max_drafts)
-        accept_triton.advance_draft_len(rows.slots, *known, num_accepted, draft_len, max_len)
+        accept_triton.advance_draft_len(
+            rows.slots,
+            *known,
+            num_accepted,
+            draft_len,
+            max_len,
+            kv_lag=kv_lag,
+            keeps_drafts=keeps_drafts,
+        )
         return
     fed = (rows.max_drafts - 1).clamp_min(0)
-    valid = rows.seq_lens + torch.minimum(num_accepted, fed)
-    draft_len[rows.slots] = torch.where(_ready(rows, max_len), valid, draft_len[rows.slots])
+    valid = rows.seq_lens - 1
+    if keeps_drafts:
+        valid = rows.seq_lens + torch.minimum(num_accepted, fed)
+    ready = _ready(rows, max_len, kv_lag)
+    draft_len[rows.slots] = torch.where(ready, valid, draft_len[rows.slots])
 
 
-def _ready(rows: RowState, max_len: int) -> Tensor:
-    """[R] bool: rows whose draft KV lacks two tokens at most, and whose drafts end by max_len."""
-    current = rows.state.draft_len[rows.slots] >= rows.seq_lens - 2
+def _ready(rows: RowState, max_len: int, kv_lag: int) -> Tensor:
+    """[R] bool: rows whose draft KV lacks no more, and whose drafts end by max_len."""
+    current = rows.state.draft_len[rows.slots] >= rows.seq_lens - 1 - kv_lag
     return rows.active & current & (rows.seq_lens + rows.max_drafts <= max_len)
 
 

@@ -22,18 +22,37 @@ def bench(
     model_option: Annotated[
         str | None, typer.Option("--model", help="The same as MODEL.", show_default=False)
     ] = None,
-    out: Annotated[str, typer.Option(help="Folder for the JSON file and the plot.")] = "bench-out",
+    out: Annotated[str, typer.Option(help="Folder for the JSON file, plots and page.")] = (
+        "bench-out"
+    ),
     draft: Annotated[
-        str, typer.Option(help="none, ngram, layer_skip:N, or a draft model of the same tokenizer.")
-    ] = "ngram",
+        list[str] | None,
+        typer.Option(
+            help="none, ngram, layer_skip:N, or a draft model of the same tokenizer. "
+            "May be given several times.",
+            show_default="ngram",
+        ),
+    ] = None,
     ks: Annotated[
-        str, typer.Option("--k", help="Drafts per step: a list 0,2,4 or a range 0..8.")
-    ] = "0..8",
+        str | None,
+        typer.Option(
+            "--k",
+            help="Drafts per step: a list 0,2,4, a range 0..8, auto, or 0..8,auto.",
+            show_default="0..8,auto; 0,1,2,4,8 on the CPU",
+        ),
+    ] = None,
     num_reqs: Annotated[
         str | None,
         typer.Option(
             help="Requests side by side: a list or a range.",
-            show_default="1; 3 on the CPU, where that saves time",
+            show_default="1,4,16,64; 1,4 on the CPU",
+        ),
+    ] = None,
+    context: Annotated[
+        str | None,
+        typer.Option(
+            help="Prompts of these lengths in tokens, made from the prompts' texts: a list.",
+            show_default="the prompts as they are",
         ),
     ] = None,
     prompts: Annotated[
@@ -46,14 +65,16 @@ def bench(
     num_prompts: Annotated[
         int | None,
         typer.Option(
-            help="Prompts, taken from the categories in turn.", show_default="all; 6 on the CPU"
+            help="Prompts, taken from the categories in turn.", show_default="all; 4 on the CPU"
         ),
     ] = None,
     max_new_tokens: Annotated[
         int | None,
-        typer.Option(help="Tokens of each text at most.", show_default="128; 24 on the CPU"),
+        typer.Option(help="Tokens of each text at most.", show_default="128; 20 on the CPU"),
     ] = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    temperature: Annotated[
+        str, typer.Option(help="0 is greedy; a list like 0,0.8 measures both.")
+    ] = "0",
     top_k: Annotated[int, typer.Option(help="Keep the likeliest tokens; 0 is off.")] = 0,
     top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens of this mass.")] = 1.0,
     seed: Annotated[int, typer.Option(help="With a temperature: prompt i has seed + i.")] = 0,
@@ -63,6 +84,24 @@ def bench(
     chat_template: Annotated[
         bool, typer.Option(help="Apply an instruct model's chat template.")
     ] = True,
+    simulate_acceptance: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What a drafter of this quality would give: a rate like 0.8, or one by position "
+            "like 0.9,0.8,0.7 (each if those before were accepted). May be given several times.",
+            show_default=False,
+        ),
+    ] = None,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Another engine on the same weights, prompts and k: transformers, vllm, "
+            "flashspec or economize. May be given several times.",
+            show_default=False,
+        ),
+    ] = None,
+    warm_up: Annotated[bool, typer.Option(help="Use every graph once before timing.")] = True,
+    parts: Annotated[bool, typer.Option(help="Time draft, verify and accept alone.")] = True,
     dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     cudagraph_mode: Annotated[
@@ -79,33 +118,81 @@ def bench(
         str | None,
         typer.Option(help="The commit that the report names.", show_default="ask git"),
     ] = None,
+    compare: Annotated[
+        tuple[str, str] | None,
+        typer.Option(help="Say what changed between two JSON files, and measure nothing."),
+    ] = None,
+    serve: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Load an OpenAI-compatible server instead, with Poisson arrivals.",
+            show_default=False,
+        ),
+    ] = None,
+    rate: Annotated[float, typer.Option(help="With --serve: requests per second.")] = 1.0,
+    num_requests: Annotated[int, typer.Option(help="With --serve: requests in all.")] = 32,
 ) -> None:
     """Measure acceptance against latency for every k, beside plain decoding (k=0)."""
     if model is not None and model_option is not None:
         raise ValueError("--model and MODEL are the same; give one of them")
-    numbers = {"--k": parse_numbers("--k", ks)}
-    if num_reqs is not None:
-        numbers["--num-reqs"] = parse_numbers("--num-reqs", num_reqs)
+    if compare is not None:
+        return _compare(*compare)
+    chosen = model if model is not None else model_option
+    if serve is not None:
+        from specdec.bench.load import run_load, save_load, show_load
 
-    from specdec.bench.sweep import Settings, run_sweep
+        load = run_load(
+            serve,
+            model=chosen,
+            rate=rate,
+            num_requests=num_requests,
+            prompts=prompts,
+            max_new_tokens=max_new_tokens or 128,
+            temperature=parse_rates("--temperature", temperature)[0],
+            seed=seed,
+            ignore_eos=ignore_eos,
+            chat=chat_template,
+        )
+        show_load(load)
+        return save_load(load, out)
+    widths = parse_widths("--k", ks) if ks is not None else None
+    counts = parse_numbers("--num-reqs", num_reqs) if num_reqs is not None else None
+    contexts = parse_numbers("--context", context) if context is not None else (None,)
+    temperatures = parse_rates("--temperature", temperature)
+    drafts = [None if each.lower() == "none" else each for each in draft or ["ngram"]]
+    rates = [parse_rates("--simulate-acceptance", each) for each in simulate_acceptance or ()]
+
+    from specdec.bench.peers import check_peers
+    from specdec.bench.settings import Settings
+    from specdec.bench.sweep import run_sweep
     from specdec.config import EngineConfig
 
+    for each in drafts:
+        check_peers(peer or (), each)
     on_cpu = EngineConfig(device=device).torch_device.type == "cpu"
+    if widths is None:
+        widths = (0, 1, 2, 4, 8) if on_cpu else (*range(9), "auto")
     settings = Settings(
-        model=model if model is not None else model_option,
+        model=chosen,
         name=name,
-        draft=None if draft.lower() == "none" else draft,
-        ks=numbers["--k"] if draft.lower() != "none" else (0,),
-        num_reqs=numbers.get("--num-reqs", (3,) if on_cpu else (1,)),
+        drafts=tuple(drafts),
+        ks=widths if drafts != [None] else (0,),
+        num_reqs=counts or ((1, 4) if on_cpu else (1, 4, 16, 64)),
+        contexts=contexts,
         prompts=prompts,
-        num_prompts=num_prompts if num_prompts is not None or not on_cpu else 6,
-        max_new_tokens=max_new_tokens or (24 if on_cpu else 128),
-        temperature=temperature,
+        num_prompts=num_prompts if num_prompts is not None or not on_cpu else 4,
+        max_new_tokens=max_new_tokens or (20 if on_cpu else 128),
+        temperatures=temperatures,
         top_k=top_k,
         top_p=top_p,
         seed=seed,
         ignore_eos=ignore_eos,
         chat_template=chat_template,
+        simulate=tuple(rates),
+        peers=tuple(peer or ()),
+        warm_up=warm_up,
+        parts=parts,
         dtype=dtype,
         device=device,
         cudagraph_mode=cudagraph_mode,
@@ -129,32 +216,62 @@ def parse_numbers(name: str, text: str) -> tuple[int, ...]:
     return tuple(sorted(set(numbers)))
 
 
+def parse_widths(name: str, text: str) -> tuple[int | str, ...]:
+    """The same, and ``auto`` anywhere among them."""
+    parts = [part.strip() for part in text.split(",")]
+    rest = [part for part in parts if part != "auto"]
+    numbers: tuple[int | str, ...] = parse_numbers(name, ",".join(rest)) if rest else ()
+    return (*numbers, "auto") if len(rest) < len(parts) else numbers
+
+
+def parse_rates(name: str, text: str) -> tuple[float, ...]:
+    """``0.8`` or ``0,0.8`` as numbers of at least 0. Raises ValueError naming the option."""
+    try:
+        values = tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise ValueError(f"{name} must be a number or a list like 0.9,0.8, got {text!r}") from error
+    if not all(0 <= value < float("inf") for value in values):
+        raise ValueError(f"{name} must hold numbers of at least 0, got {text!r}")
+    return values
+
+
+def _compare(first: str, second: str) -> None:
+    from rich.console import Console
+
+    from specdec.bench.compare import change_table, compare, differences
+    from specdec.bench.report import read_report
+
+    one, other = read_report(first), read_report(second)
+    changes = compare(one, other)
+    console = Console()
+    for line in differences(one, other):
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+    console.print(change_table(changes))
+    changed = sum(each.changed for each in changes)
+    console.print(f"{changed} of {len(changes)} points changed beyond noise.", highlight=False)
+
+
 def show(report: "Report") -> None:
     """Print the report's tables."""
     from rich.console import Console
 
-    from specdec.bench.report import (
-        caption,
-        category_table,
-        latency_tables,
-        position_table,
-        startup_line,
-    )
+    from specdec.bench import tables
+    from specdec.bench.report import caption, differing, startup_lines
 
     console = Console()
     console.print(f"\n{caption(report)}\n", highlight=False, soft_wrap=True)
-    for table in latency_tables(report):
+    for line in differing(report):
+        console.print(f"[bold red]{line}[/bold red]", soft_wrap=True)
+    for table in tables.latency_tables(report) + tables.part_tables(report):
         console.print(table)
-    console.print(
-        "tok/s and ms/tok (median, p95) are what one user sees after the first token; total is "
-        "tokens/s over all requests, prefills included; TTFT in ms; FULL: decode steps that "
-        "replayed a FULL graph; same: texts equal to those of k=0.\n",
-        highlight=False,
-    )
-    if report["settings"]["draft"] is not None:
-        console.print(position_table(report))
-        console.print(category_table(report))
-    console.print(startup_line(report), highlight=False, soft_wrap=True)
+    console.print(tables.LEGEND + "\n", highlight=False)
+    if report["settings"]["drafts"] != [None] and any(p["drafted"] for p in report["points"]):
+        console.print(tables.position_table(report))
+        console.print(tables.category_table(report))
+    if report["peers"]:
+        console.print(tables.peer_table(report))
+    for line in startup_lines(report):
+        console.print(line, highlight=False, soft_wrap=True)
     if report["device"]["type"] == "cpu":
         console.print(
             "On a CPU scoring more tokens costs more time: read the acceptance here, and the "
@@ -164,15 +281,20 @@ def show(report: "Report") -> None:
 
 
 def save(report: "Report", folder: str) -> None:
-    """Write the JSON file, and beside it the plot where matplotlib is there."""
+    """Write the JSON file and the page, and beside them the plots where matplotlib is there."""
+    from specdec.bench.html import html_report
     from specdec.bench.plot import plot_report
     from specdec.bench.report import write_report
 
     path = write_report(report, folder)
     print(f"wrote {path}")
+    plots = {}
     try:
-        plot_report(report, path.with_suffix(".png"))
+        plots = plot_report(report, path.with_suffix(""))
     except ImportError as error:
-        print(f"no plot: {error}", file=sys.stderr)
-    else:
-        print(f"wrote {path.with_suffix('.png')}")
+        print(f"no plots: {error}", file=sys.stderr)
+    for plot in plots.values():
+        print(f"wrote {plot}")
+    page = path.with_suffix(".html")
+    page.write_text(html_report(report, plots), encoding="utf-8")
+    print(f"wrote {page}")

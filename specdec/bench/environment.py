@@ -21,7 +21,7 @@ def describe(device: torch.device, commit: str | None = None) -> dict[str, Any]:
     """Everything needed to say what a number belongs to. ``commit`` None asks git."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": command_line(),
         "commit": commit if commit is not None else _commit(),
         "device": _device(device),
         "versions": {
@@ -32,6 +32,10 @@ def describe(device: torch.device, commit: str | None = None) -> dict[str, Any]:
             "triton": _version("triton"),
         },
     }
+
+
+def command_line() -> str:
+    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
 
 
 def _device(device: torch.device) -> dict[str, Any]:

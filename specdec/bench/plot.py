@@ -1,53 +1,167 @@
-"""The plot of a report: what is accepted and what is gained, against k."""
+"""The plots of a report: acceptance against latency, the crossover, acceptance by position."""
 
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from specdec.bench.report import Report, caption, draft_label, points_by_num_reqs
+from specdec.bench.report import (
+    Point,
+    Report,
+    caption,
+    first_groups,
+    groups,
+    k_label,
+    requests,
+    series_label,
+)
+
+PLOTS = ("latency", "speedup", "positions")
+MAX_PANELS = 4
 
 
-def plot_report(report: Report, path: Path) -> None:
-    """Write a PNG. Raises ImportError where matplotlib is not installed."""
+def plot_report(report: Report, stem: Path) -> dict[str, Path]:
+    """Write STEM-latency.png, STEM-speedup.png and STEM-positions.png; {plot: path}.
+
+    Raises ImportError where matplotlib is not installed.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    groups = points_by_num_reqs(report)
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    figure.suptitle(caption(report), fontsize=9, wrap=True)
+    drawn = {}
+    for name, draw in zip(PLOTS, (_latency, _speedup, _positions), strict=True):
+        figure = draw(report, pyplot)
+        figure.suptitle(caption(report), fontsize=8, wrap=True)
+        drawn[name] = stem.with_name(f"{stem.name}-{name}.png")
+        figure.savefig(drawn[name], dpi=110, metadata={"Source": points_digest(report)})
+        pyplot.close(figure)
+    return drawn
 
-    # What is accepted does not depend on how many requests run side by side.
-    points = next(iter(groups.values()))
-    ks = [point["k"] for point in points]
-    left.plot(ks, [p["mean_tokens_per_step"] for p in points], "o-", label="tokens per step")
-    left.plot(ks, [1 + k for k in ks], ":", color="0.6", label="all drafts accepted")
-    left.set_ylim(0, 1.25 * max(p["mean_tokens_per_step"] for p in points) + 0.5)
-    left.set_ylabel("tokens per step")
-    rates = left.twinx()
-    drafted = [point for point in points if point["drafted"]]
-    rates.plot(
-        [p["k"] for p in drafted],
-        [p["acceptance_rate"] for p in drafted],
-        "s--",
-        color="tab:orange",
-        label="share of drafts accepted",
+
+def points_digest(report: Report) -> str:
+    """A short name for a report's points, which its plots carry as the PNG text ``Source``."""
+    points = json.dumps(report["points"], sort_keys=True)
+    return hashlib.sha256(points.encode()).hexdigest()[:16]
+
+
+def _latency(report: Report, pyplot: Any) -> Any:
+    """Tokens per step against ms per token: one panel per number of requests, a curve a drafter."""
+    panels: dict[tuple, list[list[Point]]] = {}
+    for points in groups(report).values():
+        point = points[0]
+        key = (point["num_reqs"], point["context"], point["temperature"])
+        panels.setdefault(key, []).append(points)
+    shown = list(panels.items())[:MAX_PANELS]
+    figure, axes = pyplot.subplots(
+        1,
+        len(shown),
+        figsize=(max(5.5 * len(shown), 6.5), 4.4),
+        layout="constrained",
+        squeeze=False,
     )
-    rates.set_ylim(0, 1)
-    rates.set_ylabel("share of drafts accepted")
-    lines = left.get_lines() + rates.get_lines()
-    left.legend(lines, [str(line.get_label()) for line in lines], loc="upper right", fontsize=8)
-    left.set_title(f"Acceptance of {draft_label(report)}", fontsize=10)
+    for axis, ((num_reqs, context, temperature), curves) in zip(axes[0], shown, strict=True):
+        for number, points in enumerate(curves):
+            real = points[0]["simulated"] is None
+            xs = [point["mean_tokens_per_step"] for point in points]
+            ys = [point["ms_per_token"]["mean"] for point in points]
+            fixed = [i for i, point in enumerate(points) if point["k"] != "auto"]
+            style = "o-" if real else "s--"
+            line = [xs[i] for i in fixed], [ys[i] for i in fixed]
+            axis.plot(*line, style, color=f"C{number}", label=series_label(points[0]), ms=4)
+            if len(fixed) < len(points):
+                axis.plot(xs[-1], ys[-1], "*", color=f"C{number}", ms=10)
+            for point, x, y in zip(points, xs, ys, strict=True):
+                place = {"xytext": (3, 4), "textcoords": "offset points", "fontsize": 7}
+                axis.annotate(f"k={k_label(point)}", (x, y), **place)
+        plain = curves[0][0]["ms_per_token"]["mean"]
+        axis.axhline(plain, color="0.6", linestyle=":")
+        axis.margins(x=0.1, y=0.1)
+        axis.set_ylim(bottom=0)
+        axis.set_xlabel("tokens per step")
+        axis.set_ylabel("ms per token and user (dotted: k=0)")
+        title = [requests(num_reqs)] + [f"prompts of {context}"] * (context is not None)
+        title += [f"temperature {temperature:g}"] * bool(temperature)
+        axis.set_title(", ".join(title), fontsize=10)
+        axis.legend(fontsize=7)
+    return figure
 
-    for num_reqs, group in groups.items():
-        label = f"{num_reqs} request{'' if num_reqs == 1 else 's'}"
-        right.plot([p["k"] for p in group], [p["speedup"] for p in group], "o-", label=label)
-    right.axhline(1, color="0.6", linestyle=":")
-    right.set_ylim(bottom=0)
-    right.set_ylabel("tokens/s per user against k=0")
-    right.legend(fontsize=8)
-    right.set_title("Speed against plain decoding (below 1 is slower)", fontsize=10)
-    for axis in (left, right):
-        axis.set_xlabel("k, drafts per step")
-        axis.set_xticks(ks)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+
+def crossover(counts: Sequence[int], speedups: Sequence[float]) -> float | None:
+    """The number of requests from which on speculation no longer pays, None where it never turns.
+
+    Between two measured counts the speed-up is taken as a line over the logarithm of the count.
+    """
+    pairs = list(zip(counts, speedups, strict=True))
+    for (low, before), (high, after) in itertools.pairwise(pairs):
+        if before >= 1 > after:
+            share = (before - 1) / (before - after)
+            return math.exp(math.log(low) + share * (math.log(high) - math.log(low)))
+    return None
+
+
+def _speedup(report: Report, pyplot: Any) -> Any:
+    """Speed-up over k=0 against the number of requests, a line per drafter and k."""
+    lines: dict[str, list[Point]] = {}
+    for point in report["points"]:
+        if point["k"] != 0:
+            words = [series_label(point), f"k={point['k']}"]
+            words += [f"prompts of {point['context']}"] * (point["context"] is not None)
+            words += [f"t={point['temperature']:g}"] * bool(point["temperature"])
+            lines.setdefault(", ".join(words), []).append(point)
+    figure, axis = pyplot.subplots(figsize=(8, 4.6), layout="constrained")
+    for number, (label, points) in enumerate(lines.items()):
+        counts = [point["num_reqs"] for point in points]
+        speedups = [point["speedup"] for point in points]
+        real = points[0]["simulated"] is None
+        axis.plot(counts, speedups, "o-" if real else "s--", color=f"C{number}", label=label, ms=4)
+        turn = crossover(counts, speedups)
+        if turn is not None:
+            axis.plot([turn], [1], "X", color=f"C{number}", ms=9, zorder=5)
+            place = {"xytext": (0, 7), "textcoords": "offset points", "fontsize": 7}
+            axis.annotate(f"{turn:.1f}", (turn, 1), ha="center", **place)
+    axis.axhline(1, color="0.5", linestyle=":")
+    counts = sorted({point["num_reqs"] for point in report["points"]})
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(counts, [str(count) for count in counts])
+    axis.minorticks_off()
+    axis.set_ylim(bottom=0)
+    axis.set_xlabel("requests side by side")
+    axis.set_ylabel("tokens/s per user against k=0 (below 1 is slower)")
+    axis.set_title("Speed-up, and the crossover (X) where it no longer pays", fontsize=10)
+    if lines:
+        axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return figure
+
+
+def _positions(report: Report, pyplot: Any) -> Any:
+    """Share of drafts accepted at each position, for the widest draft of every curve."""
+    figure, axis = pyplot.subplots(figsize=(8, 4.2), layout="constrained")
+    for number, points in enumerate(first_groups(report).values()):
+        point = max(points, key=lambda point: len(point["acceptance_by_position"]))
+        rates = point["acceptance_by_position"]
+        if not rates:
+            continue
+        lows, highs = zip(*point["acceptance_intervals"], strict=True)
+        bars = [
+            [rate - low for rate, low in zip(rates, lows, strict=True)],
+            [high - rate for rate, high in zip(rates, highs, strict=True)],
+        ]
+        positions = [position + 0.06 * number for position in range(1, len(rates) + 1)]
+        style = "o-" if point["simulated"] is None else "s--"
+        axis.errorbar(
+            positions, rates, yerr=bars, fmt=style, capsize=3, ms=4, color=f"C{number}",
+            label=f"{series_label(point)}, k={point['k']}",
+        )  # fmt: skip
+    axis.set_ylim(0, 1.02)
+    axis.set_xlabel("position in the draft")
+    axis.set_ylabel("share accepted, with 95% interval (Wilson)")
+    axis.set_title("Accepted, by position", fontsize=10)
+    if axis.has_data():
+        axis.legend(fontsize=7)
+        axis.xaxis.get_major_locator().set_params(integer=True)
+    return figure

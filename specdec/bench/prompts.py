@@ -73,3 +73,10 @@ def spread(prompts: list[Prompt], count: int | None) -> list[Prompt]:
         if round_ < len(group)
     ]
     return taken[:count]
+
+
+def of_length(texts: list[list[int]], length: int) -> list[list[int]]:
+    """Prompts of exactly ``length`` tokens: all texts one after another, from each one on."""
+    joined = [token for text in texts for token in text]
+    starts = [sum(len(text) for text in texts[:number]) for number in range(len(texts))]
+    return [[joined[(start + i) % len(joined)] for i in range(length)] for start in starts]

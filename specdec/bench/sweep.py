@@ -1,286 +1,324 @@
-"""One engine, one drafter, every k: what is accepted, and what a step and a token cost.
+"""Drafters, k, requests side by side, contexts: what is accepted, and what a step and a token cost.
 
-All k run on one engine, whose graphs for the different query lengths stand side by side; k=0 is
-plain decoding on the same engine and the baseline of every ratio. Near the end of a text, where
-fewer than k tokens are left, the engine takes the graph of a smaller k.
+All k of a drafter run on one engine, whose graphs for the different query lengths stand side by
+side; k=0 is plain decoding on the same engine and the baseline of every ratio. Near the end of a
+text, where fewer than k tokens are left, the engine takes the graph of a smaller k.
 """
 
-import statistics
+import tempfile
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from specdec.api import chat_prompts
 from specdec.bench.environment import describe
-from specdec.bench.prompts import Prompt, load_prompts, spread
+from specdec.bench.floor import copy_bandwidth, step_bytes, weight_bytes
+from specdec.bench.parts import PartTimer
+from specdec.bench.peers import NGRAM, Task, exported, run_peer
+from specdec.bench.points import Runs, point
+from specdec.bench.prompts import Prompt, load_prompts, of_length, spread
+from specdec.bench.settings import AUTO, Settings, Width
+from specdec.config import DTYPES
 from specdec.engine import Engine
-from specdec.outputs import StepRecord
 from specdec.params import SamplingParams
-from specdec.timed import TimedText, run_timed
+from specdec.timed import run_timed
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 WARMUP_PROMPT_TOKENS = 8
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
-    """What to measure. ``num_prompts`` None takes all of them.
-
-    ``name`` is what the report calls the model. ``draft`` is a name or path, as in ``Engine``. With
-    a temperature every prompt has a seed of its own (``seed`` + its number), so that texts can be
-    compared there too.
-    """
-
-    model: str | None = None
-    name: str | None = None
-    draft: str | None = "ngram"
-    ks: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7, 8)
-    num_reqs: tuple[int, ...] = (1,)
-    prompts: str | None = None
-    num_prompts: int | None = None
-    max_new_tokens: int = 64
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-    ignore_eos: bool = False
-    chat_template: bool = True
-    dtype: str = "auto"
-    device: str = "auto"
-    cudagraph_mode: str = "FULL_AND_PIECEWISE"
-    max_model_len: int | None = None
-
-    def __post_init__(self) -> None:
-        if not self.ks or min(self.ks) < 0:
-            raise ValueError(f"ks must be numbers of at least 0, got {self.ks}")
-        if not self.num_reqs or min(self.num_reqs) < 1:
-            raise ValueError(f"num_reqs must be numbers of at least 1, got {self.num_reqs}")
-        if self.draft is None and any(self.ks):
-            raise ValueError(f"ks: without a drafter only 0 can be measured, got {self.ks}")
-        if self.draft is not None and not any(self.ks):
-            raise ValueError("ks: a drafter needs a k above 0 to be measured")
-
-
-@dataclass(kw_only=True, slots=True)
-class Acceptance:
-    """Drafted and accepted tokens of some texts."""
-
-    texts: int = 0
-    tokens: int = 0
-    steps: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    committed_by_steps: int = 0
-    drafted_by_position: list[int] = field(default_factory=list)
-    accepted_by_position: list[int] = field(default_factory=list)
-
-    def add(self, text: TimedText) -> None:
-        stats = text.stats
-        self.texts += 1
-        self.tokens += len(text.token_ids)
-        self.steps += stats.steps
-        self.drafted += stats.drafted
-        self.accepted += stats.accepted
-        self.committed_by_steps += stats.committed_by_steps
-        _count_positions(self.drafted_by_position, stats.drafted_per_step)
-        _count_positions(self.accepted_by_position, stats.accepted_per_step)
-
-    @property
-    def acceptance_rate(self) -> float:
-        return self.accepted / self.drafted if self.drafted else 0.0
-
-    @property
-    def mean_tokens_per_step(self) -> float:
-        return self.committed_by_steps / self.steps if self.steps else 0.0
-
-    def to_json(self) -> dict[str, Any]:
-        missing = [0] * (len(self.drafted_by_position) - len(self.accepted_by_position))
-        accepted = self.accepted_by_position + missing
-        rates = [a / d for a, d in zip(accepted, self.drafted_by_position, strict=True)]
-        return asdict(self) | {
-            "accepted_by_position": accepted,
-            "acceptance_rate": self.acceptance_rate,
-            "acceptance_by_position": rates,
-            "mean_tokens_per_step": self.mean_tokens_per_step,
-        }
-
-
-def _count_positions(totals: list[int], per_step: Sequence[int]) -> None:
-    for count in per_step:
-        totals.extend([0] * (count - len(totals)))
-        for position in range(count):
-            totals[position] += 1
+Progress = Callable[[str], None]
 
 
 def run_sweep(
-    settings: Settings,
-    *,
-    commit: str | None = None,
-    progress: Callable[[str], None] = lambda line: None,
+    settings: Settings, *, commit: str | None = None, progress: Progress = lambda line: None
 ) -> dict[str, Any]:
-    """Measure every (num_reqs, k) and return the report, ready to be written as JSON."""
+    """Measure every point and return the report, ready to be written as JSON."""
     prompts = spread(load_prompts(settings.prompts), settings.num_prompts)
-    ks = sorted({0, *settings.ks})
-    progress(f"loading {settings.model or 'the bundled model'} and capturing graphs")
-    started = time.perf_counter()
-    engine = Engine(
-        settings.model,
-        settings.draft,
-        max(ks),
-        extra_k=[k for k in ks if 0 < k < max(ks)],
-        max_num_seqs=max(settings.num_reqs),
-        max_model_len=settings.max_model_len,
-        dtype=settings.dtype,
-        device=settings.device,
-        cudagraph_mode=settings.cudagraph_mode,
-        # Every k runs the same prompts: all but the first would find them read already.
-        enable_prefix_caching=False,
-    )
-    with engine:
-        built = time.perf_counter() - started
-        ids = [_token_ids(engine, prompt, settings) for prompt in prompts]
-        graphs = engine.graph_table()
-        points: list[dict[str, Any]] = []
-        warmup = 0.0
-        for num_reqs in settings.num_reqs:
-            warmup += _warm_up(engine, ids, ks, num_reqs, settings)
-            points += _measure(engine, prompts, ids, ks, num_reqs, settings, progress)
-        device = engine.config.torch_device
-        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    report: dict[str, Any] = {"benchmark": "acceptance_vs_latency"}
+    engines: list[dict[str, Any]] = []
+    points: list[dict[str, Any]] = []
+    peers: list[dict[str, Any]] = []
+    bandwidth = 0.0
+    for draft in settings.drafts:
+        for rates in (None, *settings.simulate):
+            progress(f"loading {settings.model or 'the bundled model'}, drafter {draft}")
+            group = _Group(settings, prompts, draft, rates)
+            with group.engine as engine:
+                if not engines:
+                    bandwidth = copy_bandwidth(engine.device)
+                    report |= _head(engine, settings, len(prompts), commit)
+                group.bandwidth = bandwidth
+                points += group.points(progress)
+                engines.append(group.facts())
+            # The engine has given its memory back.
+            if rates is None:
+                peers += group.run_peers(points, progress)
+    return report | {
+        "bandwidth_bytes_per_second": bandwidth,
+        "engines": engines,
+        "points": points,
+        "peers": peers,
+    }
+
+
+def _head(
+    engine: Engine, settings: Settings, num_prompts: int, commit: str | None
+) -> dict[str, Any]:
+    return {
+        "schema_version": SCHEMA_VERSION,
+        **describe(engine.device, commit),
+        "model": _model_facts(engine, settings),
+        "settings": settings.to_json() | {"ks": settings.widths, "num_prompts": num_prompts},
+    }
+
+
+class _Group:
+    """One engine: a drafter, with real or simulated acceptance, and all its points."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        prompts: list[Prompt],
+        draft: str | None,
+        rates: tuple[float, ...] | None,
+    ) -> None:
+        started = time.perf_counter()
+        self.settings = settings
+        self.prompts = prompts
+        self.draft = draft
+        self.rates = rates
+        self.bandwidth = 0.0
+        self.warmup_seconds = 0.0
+        # Prompts and greedy texts without drafts, for peers.
+        self.reference: tuple[list[list[int]], list[list[int]]] | None = None
+        numbers = [k for k in settings.widths if isinstance(k, int)]
+        adapts = AUTO in settings.widths and draft is not None
+        self.engine = Engine(
+            settings.model,
+            draft,
+            AUTO if adapts else settings.max_k,
+            k_max=max(settings.max_k, 1),
+            extra_k=[k for k in numbers if 0 < k < settings.max_k],
+            max_num_seqs=max(settings.num_reqs),
+            max_model_len=settings.max_model_len,
+            dtype=settings.dtype,
+            device=settings.device,
+            cudagraph_mode=settings.cudagraph_mode,
+            # Every k runs the same prompts: all but the first would find them read already.
+            enable_prefix_caching=False,
+            simulated_acceptance=rates,
+        )
+        self.build_seconds = time.perf_counter() - started
+        self.graphs = self.engine.graph_table()
+
+    def facts(self) -> dict[str, Any]:
+        """What belongs to the engine as a whole: start-up apart from all points."""
+        engine = self.engine
+        step = engine._runner.step
         return {
-            "benchmark": "acceptance_vs_latency",
-            "schema_version": SCHEMA_VERSION,
-            **describe(device, commit),
-            "model": _model_facts(engine, settings),
-            "settings": asdict(settings) | {"ks": ks, "num_prompts": len(prompts)},
+            "draft": self.draft,
+            "simulated": self.rates,
             "startup": {
-                "build_seconds": built,
+                "build_seconds": self.build_seconds,
                 "capture_seconds": engine.capture_seconds,
-                "num_graphs": len(graphs),
-                "graph_bytes": sum(row.num_bytes for row in graphs),
-                "warmup_seconds": warmup,
+                "num_graphs": len(self.graphs),
+                "graph_bytes": sum(row.num_bytes for row in self.graphs),
+                "warmup_seconds": self.warmup_seconds,
             },
-            "peak_gpu_memory_bytes": peak,
-            "points": points,
+            "weight_bytes": weight_bytes(step.model),
+            "kv_blocks": engine.stats().total_kv_blocks,
+            "crossover": [
+                {"num_reqs": num_reqs, "best_k": best, "tokens_per_second": rates}
+                for num_reqs, best, rates in engine.crossover()
+            ],
         }
 
+    def points(self, progress: Progress) -> list[dict[str, Any]]:
+        made: list[dict[str, Any]] = []
+        for context in self.settings.contexts:
+            ids = self._token_ids(context)
+            # Simulated acceptance takes no seeds; sampling would not change what it costs much.
+            for temperature in self.settings.temperatures if self.rates is None else (0.0,):
+                for num_reqs in self.settings.num_reqs:
+                    case = _Case(context, temperature, num_reqs)
+                    if self.settings.warm_up:
+                        self._warm_up(ids, case)
+                    made += self._measure(ids, case, progress)
+        return made
 
-def _token_ids(engine: Engine, prompt: Prompt, settings: Settings) -> list[int]:
+    def _token_ids(self, context: int | None) -> list[list[int]]:
+        if context is None:
+            return [_token_ids(self.engine, prompt.text, self.settings) for prompt in self.prompts]
+        texts = [_encode(self.engine, prompt.text) for prompt in self.prompts]
+        return of_length(texts, context)
+
+    def _params(self, case: "_Case", number: int, k: Width, max_new_tokens: int) -> SamplingParams:
+        settings, seeded = self.settings, case.temperature > 0
+        return SamplingParams(
+            max_new_tokens=max_new_tokens,
+            temperature=case.temperature,
+            top_k=settings.top_k if seeded else 0,
+            top_p=settings.top_p if seeded else 1.0,
+            seed=settings.seed + number if seeded else None,
+            ignore_eos=settings.ignore_eos or self.rates is not None,
+            k=k,
+        )
+
+    def _warm_up(self, ids: list[list[int]], case: "_Case") -> None:
+        """Use every graph once: some are captured on first use, which belongs here."""
+        started = time.perf_counter()
+        for wave in _waves(len(ids), case.num_reqs):
+            params = [self._params(case, number, 0, 1) for number in wave]
+            run_timed(self.engine, [ids[number] for number in wave], params)
+        counts = {case.num_reqs}
+        if case.temperature > 0:
+            table = self.engine.graph_table()
+            counts |= {min(row.descriptor.num_reqs or 1, case.num_reqs) for row in table}
+        widths = [k for k in self.engine._runner._ks if k <= self.engine.k]
+        for k in widths:
+            for count in sorted(counts):
+                params = [self._params(case, number, k, k + 2) for number in range(count)]
+                run_timed(self.engine, [ids[0][:WARMUP_PROMPT_TOKENS]] * count, params)
+        self.warmup_seconds += time.perf_counter() - started
+
+    def _measure(
+        self, ids: list[list[int]], case: "_Case", progress: Progress
+    ) -> list[dict[str, Any]]:
+        """One point per k. They take turns wave by wave, so that a slow spell hits all of them."""
+        engine, widths = self.engine, self.settings.widths
+        runs = {k: Runs() for k in widths}
+        on_gpu = engine.device.type == "cuda"
+        for wave in _waves(len(ids), case.num_reqs):
+            for k in widths:
+                params = [
+                    self._params(case, number, k, self.settings.max_new_tokens) for number in wave
+                ]
+                launches = _num_launches(engine)
+                if on_gpu:
+                    torch.cuda.reset_peak_memory_stats(engine.device)
+                started = time.perf_counter()
+                texts = run_timed(engine, [ids[number] for number in wave], params)
+                run = runs[k]
+                run.seconds += time.perf_counter() - started
+                run.texts += texts
+                run.categories += [self.prompts[number].category for number in wave]
+                run.records += engine.recent_steps(_num_launches(engine) - launches)
+                if on_gpu:
+                    peak = torch.cuda.max_memory_allocated(engine.device)
+                    run.peak_gpu_memory_bytes = max(run.peak_gpu_memory_bytes or 0, peak)
+            progress(f"{self._label(case)}: {len(runs[0].texts)} texts of each k done")
+        if self.reference is None and case.temperature == 0:
+            self.reference = ids, [text.token_ids for text in runs[0].texts[: len(ids)]]
+        return [self._point(case, k, runs) for k in widths]
+
+    def _point(self, case: "_Case", k: Width, runs: dict[Width, Runs]) -> dict[str, Any]:
+        made = point(runs[k])
+        plain = [text.token_ids for text in runs[0].texts]
+        speed, base = (
+            sum(text.decode_tokens for text in each.texts)
+            / max(sum(text.decode_seconds for text in each.texts), 1e-9)
+            for each in (runs[k], runs[0])
+        )
+        equal = sum(
+            text.token_ids == wanted for text, wanted in zip(runs[k].texts, plain, strict=True)
+        )
+        floor = self._floor(case.num_reqs, made["mean_k"], made["mean_context"])
+        return {
+            "draft": self.draft,
+            "simulated": self.rates,
+            "context": case.context,
+            "temperature": case.temperature,
+            "num_reqs": case.num_reqs,
+            "k": k,
+            **made,
+            "speedup": speed / base if base else 0.0,
+            "texts_equal_to_k0": equal if self.rates is None else None,
+            "floor_ms_per_step": floor,
+            "share_of_floor": floor["step"] / made["ms_per_step"] if made["ms_per_step"] else 0.0,
+            "parts_ms": self._parts(case, k, made["mean_context"]),
+        }
+
+    def run_peers(self, points: list[dict[str, Any]], progress: Progress) -> list[dict[str, Any]]:
+        """The same prompts and k on the other engines that were asked for."""
+        settings = self.settings
+        rows: list[dict[str, Any]] = []
+        if not settings.peers or self.reference is None:
+            return rows
+        prompts, texts = self.reference
+        dtype = _dtype(self.engine)
+        with tempfile.TemporaryDirectory() as folder:
+            drafting: Path | str | None = self.draft
+            if drafting not in (None, NGRAM):
+                drafting = exported(self.draft, Path(folder) / "draft", DTYPES[dtype])
+            task = Task(
+                target=exported(settings.model, Path(folder) / "target", DTYPES[dtype]),
+                draft=drafting,
+                dtype=DTYPES[dtype],
+                device=self.engine.device,
+                max_new_tokens=settings.max_new_tokens,
+                ignore_eos=settings.ignore_eos,
+                max_model_len=max(len(ids) for ids in prompts) + settings.max_new_tokens + 16,
+            )
+            ks = [k for k in settings.widths if isinstance(k, int)]
+            for name in settings.peers:
+                rows += run_peer(name, task, prompts, texts, ks, progress)
+        alone = {
+            point["k"]: point["tokens_per_second_per_user"]
+            for point in points
+            if (point["draft"], point["simulated"]) == (self.draft, None)
+            and (point["num_reqs"], point["temperature"]) == (1, 0)
+            and point["context"] == settings.contexts[0]
+        }
+        for row in rows:
+            if alone.get(row["k"]):
+                row["versus_specdec"] = row["decode_tokens_per_second"] / alone[row["k"]]
+        return rows
+
+    def _floor(self, num_reqs: int, k: float, context: float) -> dict[str, float]:
+        step = self.engine._runner.step
+        read = step_bytes(step.model, step.drafter, num_reqs, k, context)
+        floor = {name: 1e3 * count / self.bandwidth for name, count in read.items()}
+        return floor | {"step": sum(floor.values())}
+
+    def _parts(self, case: "_Case", k: Width, context: float) -> dict[str, float | None] | None:
+        """Of greedy steps with a fixed k; None for the others."""
+        if not self.settings.parts or not isinstance(k, int) or case.temperature > 0:
+            return None
+        timer = PartTimer(self.engine, 15 if self.engine.device.type == "cuda" else 2)
+        return timer.parts(case.num_reqs, k, max(int(context), 2))
+
+    def _label(self, case: "_Case") -> str:
+        words = [f"{self.draft or 'no drafter'}, {case.num_reqs} side by side"]
+        words += [f"context {case.context}"] * (case.context is not None)
+        words += [f"temperature {case.temperature:g}"] * (case.temperature > 0)
+        words += [f"simulated {self.rates}"] * (self.rates is not None)
+        return ", ".join(words)
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    context: int | None
+    temperature: float
+    num_reqs: int
+
+
+def _token_ids(engine: Engine, text: str, settings: Settings) -> list[int]:
     if settings.chat_template:
-        ids = chat_prompts(engine, prompt.text)
+        ids = chat_prompts(engine, text)
         if not isinstance(ids, str):
             return ids
+    return _encode(engine, text)
+
+
+def _encode(engine: Engine, text: str) -> list[int]:
     if engine.tokenizer is None:
         # A made model without a tokenizer: any ids will do, as long as they are the same each run.
         vocab_size = engine.model_config.vocab_size
-        return [(7 * byte + 3) % vocab_size for byte in prompt.text.encode()]
-    return engine.tokenizer.encode(prompt.text)
-
-
-def _params(settings: Settings, number: int, k: int, max_new_tokens: int) -> SamplingParams:
-    return SamplingParams(
-        max_new_tokens=max_new_tokens,
-        temperature=settings.temperature,
-        top_k=settings.top_k,
-        top_p=settings.top_p,
-        seed=settings.seed + number if settings.temperature > 0 else None,
-        ignore_eos=settings.ignore_eos,
-        k=k,
-    )
-
-
-def _warm_up(
-    engine: Engine, ids: list[list[int]], ks: list[int], num_reqs: int, settings: Settings
-) -> float:
-    """Use every graph once: some are captured on first use, which belongs here. Seconds taken."""
-    started = time.perf_counter()
-    for wave in _waves(len(ids), num_reqs):
-        params = [_params(settings, number, 0, 1) for number in wave]
-        run_timed(engine, [ids[number] for number in wave], params)
-    counts = {num_reqs}
-    if settings.temperature > 0:
-        counts |= {min(row.descriptor.num_reqs or 1, num_reqs) for row in engine.graph_table()}
-    for k in ks:
-        for count in sorted(counts):
-            params = [_params(settings, number, k, k + 2) for number in range(count)]
-            run_timed(engine, [ids[0][:WARMUP_PROMPT_TOKENS]] * count, params)
-    return time.perf_counter() - started
-
-
-@dataclass(slots=True)
-class _Runs:
-    """Everything that ran for one (num_reqs, k)."""
-
-    texts: list[TimedText] = field(default_factory=list)
-    categories: list[str] = field(default_factory=list)
-    records: list[StepRecord] = field(default_factory=list)
-    seconds: float = 0.0
-
-
-def _measure(
-    engine: Engine,
-    prompts: list[Prompt],
-    ids: list[list[int]],
-    ks: list[int],
-    num_reqs: int,
-    settings: Settings,
-    progress: Callable[[str], None],
-) -> list[dict[str, Any]]:
-    """One point per k. They take turns wave by wave, so that a slow spell hits all of them."""
-    runs = {k: _Runs() for k in ks}
-    for wave in _waves(len(prompts), num_reqs):
-        for k in ks:
-            params = [_params(settings, number, k, settings.max_new_tokens) for number in wave]
-            launches = _num_launches(engine)
-            started = time.perf_counter()
-            texts = run_timed(engine, [ids[number] for number in wave], params)
-            runs[k].seconds += time.perf_counter() - started
-            runs[k].texts += texts
-            runs[k].categories += [prompts[number].category for number in wave]
-            runs[k].records += engine.recent_steps(_num_launches(engine) - launches)
-        progress(f"{num_reqs} side by side: {len(runs[0].texts)} texts of each k done")
-    points = [_point(k, num_reqs, runs[k]) for k in ks]
-    plain_speed = points[0]["tokens_per_second_per_user"]
-    for k, point in zip(ks, points, strict=True):
-        speed = point["tokens_per_second_per_user"]
-        point["speedup"] = speed / plain_speed if plain_speed else 0.0
-        point["texts_equal_to_k0"] = sum(
-            one.token_ids == plain.token_ids
-            for one, plain in zip(runs[k].texts, runs[0].texts, strict=True)
-        )
-    return points
-
-
-def _point(k: int, num_reqs: int, runs: _Runs) -> dict[str, Any]:
-    total = Acceptance()
-    by_category: dict[str, Acceptance] = defaultdict(Acceptance)
-    for text, category in zip(runs.texts, runs.categories, strict=True):
-        total.add(text)
-        by_category[category].add(text)
-    # The first token is the prefill's; what follows it is the steps'.
-    tokens = sum(text.decode_tokens for text in runs.texts)
-    seconds = sum(text.decode_seconds for text in runs.texts)
-    per_token = [1e3 * t.decode_seconds / t.decode_tokens for t in runs.texts if t.decode_tokens]
-    return {
-        "k": k,
-        "num_reqs": num_reqs,
-        **total.to_json(),
-        "ms_per_step": 1e3 * seconds / total.steps if total.steps else 0.0,
-        "ms_per_token": {
-            "mean": 1e3 * seconds / tokens if tokens else 0.0,
-            **_percentiles(per_token),
-        },
-        "tokens_per_second_per_user": tokens / seconds if seconds else 0.0,
-        "tokens_per_second": total.tokens / runs.seconds,
-        "ttft_ms": _percentiles([1e3 * text.first_token for text in runs.texts]),
-        "seconds": runs.seconds,
-        **_graph_use(runs.records),
-        "by_category": {name: part.to_json() for name, part in by_category.items()},
-    }
+        return [(7 * byte + 3) % vocab_size for byte in text.encode()]
+    return engine.tokenizer.encode(text)
 
 
 def _waves(num_prompts: int, num_reqs: int) -> Iterator[list[int]]:
@@ -291,28 +329,6 @@ def _waves(num_prompts: int, num_reqs: int) -> Iterator[list[int]]:
 
 def _num_launches(engine: Engine) -> int:
     return sum(engine.stats().steps_by_mode.values())
-
-
-def _graph_use(records: list[StepRecord]) -> dict[str, Any]:
-    """How the decode steps ran; batches with prompts in them apart."""
-    decodes = [record for record in records if record.descriptor.uniform]
-    prefills = [record for record in records if not record.descriptor.uniform]
-    padded = sum(record.descriptor.num_reqs for record in decodes)
-    live = sum(record.num_reqs for record in decodes)
-    return {
-        "decode_steps_by_mode": dict(Counter(record.mode for record in decodes)),
-        "reasons_not_full": dict(Counter(r.reason for r in decodes if r.mode != "FULL")),
-        "prefill_launches_by_mode": dict(Counter(record.mode for record in prefills)),
-        "padding_waste": (padded - live) / padded if padded else 0.0,
-    }
-
-
-def _percentiles(values: list[float]) -> dict[str, float]:
-    if not values:
-        return {"p50": 0.0, "p95": 0.0}
-    ordered = sorted(values)
-    nearest = min(len(ordered) - 1, round(0.95 * (len(ordered) - 1)))
-    return {"p50": statistics.median(ordered), "p95": ordered[nearest]}
 
 
 def _model_facts(engine: Engine, settings: Settings) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The five modes on a real GPU: one text, replays as promised, and nothing compiled after start."""
 
 import pytest
-import torch
+from compilations import forget_compiled_kernels, noted_compilations
 from harness import PROMPTS, greedy
 from tiny import blended, make_tiny
 
@@ -132,17 +132,8 @@ def test_verified_graphs_have_no_error(pair):
 
 @pytest.fixture
 def compilations():
-    """Names of the kernels that Triton compiles (or takes from its disk cache) meanwhile."""
-    import triton
-
-    names = []
-
-    def note(*, repr, **_):
-        names.append(repr)
-
-    triton.knobs.runtime.jit_post_compile_hook = note
-    yield names
-    triton.knobs.runtime.jit_post_compile_hook = None
+    with noted_compilations() as names:
+        yield names
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -150,7 +141,7 @@ def compilations():
 def test_nothing_is_compiled_after_start_up(pair, mode, draft, compilations):
     """Mixed greedy traffic with first chunks of 16 tokens, of every number of requests."""
     # Other tests of this process have compiled the same kernels: start with none.
-    _forget_compiled_kernels()
+    forget_compiled_kernels()
     with gpu_engine(pair, cudagraph_mode=mode, draft=draft) as engine:
         at_start = len(compilations)
         assert at_start > 0
@@ -202,15 +193,3 @@ def test_the_sdpa_backend_is_served_what_it_can(pair, caplog):
         check_records(engine, "FULL_AND_PIECEWISE")
     served = [r for r in caplog.records if "is served" in r.getMessage()]
     assert len(served) == 1 and str(CUDAGraphMode.FULL_AND_PIECEWISE) in served[0].getMessage()
-
-
-def _forget_compiled_kernels() -> None:
-    """Empty the in-memory caches of all of our kernels."""
-    import gc
-
-    from triton.runtime.jit import JITFunction
-
-    torch.cuda.synchronize()
-    for item in gc.get_objects():
-        if isinstance(item, JITFunction) and item.fn.__module__.startswith("specdec"):
-            item.device_caches.clear()

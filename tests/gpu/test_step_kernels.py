@@ -55,8 +55,9 @@ def test_draft_pass(query_len, offset, min_drafts, needs_kv) -> None:
     assert_equal(made, passes.draft_pass(make_rows("cpu"), ids, query_len, **options))
 
 
+@pytest.mark.parametrize("rates", [None, [0.8, 0.5, 0.9, 0.7, 0.6, 0.9, 0.8]])
 @pytest.mark.parametrize("query_len", [1, 2, 5, 8])
-def test_acceptance_and_advance(query_len) -> None:
+def test_acceptance_and_advance(query_len, rates) -> None:
     generator = torch.Generator().manual_seed(query_len)
     targets = torch.randint(3, (9, query_len), generator=generator)
     drafts = torch.randint(3, (9, query_len - 1), generator=generator)
@@ -66,8 +67,10 @@ def test_acceptance_and_advance(query_len) -> None:
     for device in ("cuda", "cpu"):
         rows = make_rows(device)
         made = passes.verify_pass(rows, drafts.to(device), 50)
+        simulated = None if rates is None else torch.tensor(rates, device=device)
+        choice = (targets.to(device), finite.to(device))
         result, accepted = passes.accept_and_commit(
-            rows, targets.to(device), finite.to(device), made.draft_ids, made.num_drafted
+            rows, *choice, made.draft_ids, made.num_drafted, simulated
         )
         passes.advance_draft_len(rows, accepted, 38)
         state = rows.state

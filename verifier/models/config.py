@@ -48,18 +48,24 @@ class Family:
     # Gemma's: norms of 1 + weight, norms on what attention and MLP give, embeddings times the
     # root of their size, tied by default.
     is_gemma: bool = False
+    brings_code: bool = False  # its files come with code for what is known here; it is not run
 
 
 FAMILIES = {
     "LlamaForCausalLM": Family(model_type="llama"),
     "MistralForCausalLM": Family(model_type="mistral", qkv_bias=False),
     "Qwen2ForCausalLM": Family(model_type="qwen2", qkv_bias=True),
+    "MiMoForCausalLM": Family(model_type="mimo", qkv_bias=True, brings_code=True),
     "Qwen3ForCausalLM": Family(model_type="qwen3", qk_norm=True, default_head_size=128),
     "MixtralForCausalLM": Family(model_type="mixtral", qkv_bias=False, has_experts=True),
     "Qwen2MoeForCausalLM": Family(model_type="qwen2_moe", has_experts=True),
     "Qwen3MoeForCausalLM": Family(model_type="qwen3_moe", qk_norm=True, has_experts=True),
-    "DeepseekV2ForCausalLM": Family(model_type="deepseek_v2", has_experts=True, has_latents=True),
-    "DeepseekV3ForCausalLM": Family(model_type="deepseek_v3", has_experts=True, has_latents=True),
+    "DeepseekV2ForCausalLM": Family(
+        model_type="deepseek_v2", has_experts=True, has_latents=True, brings_code=True
+    ),
+    "DeepseekV3ForCausalLM": Family(
+        model_type="deepseek_v3", has_experts=True, has_latents=True, brings_code=True
+    ),
     "Gemma2ForCausalLM": Family(
         model_type="gemma2", default_head_size=256, activation="gelu_tanh", is_gemma=True
     ),
@@ -96,7 +102,6 @@ class ModelConfig:
     qk_norm: bool = False
     moe: MoeConfig | None = None
     latent: LatentConfig | None = None
-    num_mtp_layers: int = 0  # layers past the last, which predict further tokens; not loaded
     attention_scale: float | None = None  # of the scores; None: 1 / sqrt(head_size)
     attention_soft_cap: float | None = None  # bounds the scores
     logit_soft_cap: float | None = None
@@ -269,9 +274,7 @@ def _parse(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelCon
     own: dict[str, Any] = {}
     if family.is_gemma:
         own = gemma_fields(config, family.model_type)
-    num_mtp_layers = 0
     if latent is not None:
-        num_mtp_layers = integer(config, "num_nextn_predict_layers", 0, minimum=0)
         num_kv_heads, head_size = 1, latent.latent_size + latent.rotated_size
         own = {"attention_scale": latent_scale(latent, rope)}
     moe = None
@@ -300,7 +303,6 @@ def _parse(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelCon
         qk_norm=family.qk_norm,
         moe=moe,
         latent=latent,
-        num_mtp_layers=num_mtp_layers,
         sliding_window=window,
         sliding_layers=sliding_layers,
         local_rope=local_rope,
@@ -325,25 +327,26 @@ def _architecture(config: Mapping[str, Any]) -> str:
     return str(names[0])
 
 
-def refuse_foreign_parts(config: Mapping[str, Any]) -> None:
-    """Raise UnsupportedModelError for quantised weights, or code that the model brings itself."""
+def refuse_foreign_parts(config: Mapping[str, Any], *, brings_code: bool = False) -> None:
+    """Raise UnsupportedModelError for quantised weights, or code that the model brings itself.
+
+    ``brings_code``: its files come with code for what is known here; it is not run.
+    """
     quantization = config.get("quantization_config")
     if quantization:
         method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
         raise UnsupportedModelError(
             f"quantization_config (method {method!r}) is not supported; load unquantised weights"
         )
-    if config.get("auto_map") or config.get("trust_remote_code"):
+    has_code = config.get("auto_map") and not brings_code
+    if has_code or config.get("trust_remote_code"):
         raise UnsupportedModelError(
             "the model brings its own code (auto_map, trust_remote_code), which is never run"
         )
 
 
 def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
-    if family.has_latents:
-        # DeepSeek's own files name code that transformers has long had; it is not run either.
-        config = {name: value for name, value in config.items() if name != "auto_map"}
-    refuse_foreign_parts(config)
+    refuse_foreign_parts(config, brings_code=family.brings_code)
     field, known = "hidden_act", ["silu", "swish"]
     if family.is_gemma:
         field, known = "hidden_activation", ["gelu_pytorch_tanh"]

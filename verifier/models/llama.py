@@ -51,6 +51,8 @@ class CausalLM(nn.Module):
             self.lm_head = empty_parameter(
                 config.vocab_size, config.hidden_size, dtype=dtype, device=device
             )
+        # Hidden states that a pass gives beside its last: those after this many layers.
+        self.feature_layers: tuple[int, ...] = ()
         self.embed_adapters: LoraStack | None = None
         self.head_adapters: LoraStack | None = None
         context = config.max_position_embeddings
@@ -88,7 +90,8 @@ class CausalLM(nn.Module):
     ) -> Tensor:
         """Hidden states after the final norm, [T, hidden]; writes the tokens' keys and values.
 
-        With ``num_layers`` the model stops after that many layers, with the same final norm.
+        With ``num_layers`` the model stops after that many layers, with the same final norm. A
+        model with ``feature_layers`` gives them behind the hidden states (``split_features``).
         """
         attend = PagedAttention(self.attention_backend, kv_cache, attn)
         adapter_rows = None
@@ -118,12 +121,29 @@ class CausalLM(nn.Module):
         # The norm that follows layer i is the next layer's, or the final one.
         next_norms = [layer.input_norm for layer in layers[1:]] + [self.norm]
         residual = self.embed(input_ids, adapter_rows)
+        wanted = set(self.feature_layers if num_layers is None else ())
+        features = {0: residual}  # number of layers -> the residual stream after them
         hidden = self.first_norm(residual)
-        for layer, next_norm in zip(layers, next_norms, strict=True):
+        for i, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
+            table = self.rope_table(layer)
             hidden, residual = layer(
-                hidden, residual, next_norm, positions, self.rope_table(layer), attend, adapter_rows
+                hidden, residual, next_norm, positions, table, attend, adapter_rows
             )
+            if i + 1 in wanted:
+                features[i + 1] = residual
+        if wanted:
+            # One tensor, so that every graph around the model has one output.
+            return torch.cat([hidden, *(features[i] for i in self.feature_layers)], dim=-1)
         return hidden
+
+    def split_features(self, out: Tensor) -> tuple[Tensor, Tensor]:
+        """The output of a pass of a model with ``feature_layers``, as views of its two parts.
+
+        Returns hidden states [T, hidden], and [T, len(feature_layers) * hidden]: the residual
+        stream after each of those numbers of layers, before any norm.
+        """
+        size = self.config.hidden_size
+        return out[:, :size], out[:, size:]
 
     def embed(self, input_ids: Tensor, adapter_rows: AdapterRows | None = None) -> Tensor:
         """The residual stream before the first layer, [T, hidden]."""

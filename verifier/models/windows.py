@@ -9,7 +9,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 # Every layer slides; these write no list of kinds.
 _UNIFORM = ("mistral", "mixtral", "qwen3_moe")
 # A window counts only where use_sliding_window says so.
-_SWITCHED = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
+_SWITCHED = ("mimo", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 _NEVER = ("llama", "deepseek_v2", "deepseek_v3")
 _DEFAULT_WINDOWS = {"mistral": 4096, "gemma2": 4096, "gemma3_text": 4096}
 
@@ -55,6 +55,7 @@ def _kinds(config: Mapping[str, Any], model_type: str, num_layers: int) -> list[
     pattern = integer(config, "sliding_window_pattern", 6)
     slides = {
         **dict.fromkeys(_NEVER, lambda i: False),
+        "mimo": lambda i: i >= first_full,
         "qwen2": lambda i: i >= first_full,
         "qwen3": lambda i: i >= first_full,
         "qwen2_moe": lambda i: i % 2 == 0 and i < first_full,

@@ -65,11 +65,13 @@ def test_verify_inputs(k, has_lora) -> None:
         assert wanted.num_drafted.unique().numel() > 1
 
 
+@pytest.mark.parametrize(("kv_lag", "id_shift"), [(1, 0), (3, 1)])
 @pytest.mark.parametrize("needs_kv", [False, True])
 @pytest.mark.parametrize(
-    ("ids", "query_len", "offset", "min_drafts"), [(None, 2, -2, 0), (1, 1, -1, 1), (1, 1, 2, 3)]
+    ("ids", "query_len", "offset", "min_drafts"),
+    [(None, 2, -2, 0), (None, 5, -6, 0), (1, 1, -1, 1), (1, 1, 2, 3)],
 )
-def test_draft_inputs(ids, query_len, offset, min_drafts, needs_kv) -> None:
+def test_draft_inputs(ids, query_len, offset, min_drafts, needs_kv, kv_lag, id_shift) -> None:
     rows = rows_of(make_state())
     given = ids if ids is None else torch.arange(9)[:, None] * 7
     options = {
@@ -77,6 +79,8 @@ def test_draft_inputs(ids, query_len, offset, min_drafts, needs_kv) -> None:
         "min_drafts": min_drafts,
         "needs_kv": needs_kv,
         "max_len": 38,
+        "kv_lag": kv_lag,
+        "id_shift": id_shift,
     }
     made = pass_triton.draft_inputs(
         rows.tensors, given, query_len, id_limit=45, has_lora=False, block_table=None, **options
@@ -87,8 +91,10 @@ def test_draft_inputs(ids, query_len, offset, min_drafts, needs_kv) -> None:
     assert wanted.ready.unique().tolist() == [0, 1]
 
 
+@pytest.mark.parametrize("options", [{}, {"kv_lag": 3, "keeps_drafts": False}], ids=str)
+@pytest.mark.parametrize("rates", [None, [0.8, 0.5, 0.9, 0.7]])
 @pytest.mark.parametrize("query_len", [1, 5])
-def test_acceptance_commits_and_advances(query_len) -> None:
+def test_acceptance_commits_and_advances(query_len, rates, options) -> None:
     generator = torch.Generator().manual_seed(1)
     targets = torch.randint(3, (9, query_len), generator=generator)
     drafts = torch.randint(3, (9, query_len - 1), generator=generator)
@@ -98,15 +104,17 @@ def test_acceptance_commits_and_advances(query_len) -> None:
     ours, theirs = make_state(), make_state()
     rows, twin = rows_of(ours), rows_of(theirs)
     lengths = (rows.seq_lens, rows.remaining, rows.max_drafts)
+    simulated = None if rates is None else torch.tensor(rates)
     packed, accepted = accept_triton.accept_and_commit(
-        rows.tensors, targets, finite, drafts, drafted
+        rows.tensors, targets, finite, drafts, drafted, simulated
     )
-    result, wanted = passes.accept_and_commit(twin, targets, finite, drafts, drafted)
+    result, wanted = passes.accept_and_commit(twin, targets, finite, drafts, drafted, simulated)
     assert torch.equal(accepted, wanted)
     assert torch.equal(packed, result.packed)
-    accept_triton.advance_draft_len(rows.slots, *lengths, accepted, ours.draft_len, 38)
+    accept_triton.advance_draft_len(rows.slots, *lengths, accepted, ours.draft_len, 38, **options)
     before = rows_of(make_state())
-    passes.advance_draft_len(before, wanted, 38)
+    passes.advance_draft_len(before, wanted, 38, **options)
+    assert not torch.equal(ours.draft_len, make_state().draft_len)
     assert torch.equal(ours.draft_len, before.state.draft_len)
     assert torch.equal(ours.seq_len, theirs.seq_len)
     assert torch.equal(ours.tokens[:, :-1], theirs.tokens[:, :-1])

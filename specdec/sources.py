@@ -1,0 +1,56 @@
+"""A model of an engine before and while it loads: what its files say, and its dtype."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from specdec.config import DTYPES, EngineConfig
+from specdec.heads import HeadCheckpoint
+from specdec.tokenizer import Tokenizer, load_tokenizer
+from specdec.verifier.attention.base import AttentionBackend
+from specdec.verifier.hub import resolve_model
+from specdec.verifier.loading import load_any_model, read_config
+from specdec.verifier.models.base import LanguageModel
+from specdec.verifier.models.config import ModelConfig
+from specdec.verifier.models.llama import CausalLM
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A model before its weights are loaded: what its files say."""
+
+    model: str | Path | CausalLM | None
+    config: ModelConfig
+    tokenizer: Tokenizer | None
+    head: HeadCheckpoint | None = None  # not a model: a head for the target
+
+
+def read_source(model: str | Path | CausalLM | None, config: EngineConfig) -> Source:
+    if isinstance(model, CausalLM):
+        return Source(model, model.config, None)
+    path = resolve_model(model)
+    model_config = read_config(path, implementation=config.model_impl)
+    return Source(model, model_config, load_tokenizer(path))
+
+
+def load_source(
+    source: Source, config: EngineConfig, backend: AttentionBackend, device: torch.device
+) -> LanguageModel:
+    if isinstance(source.model, CausalLM):
+        return source.model
+    return load_any_model(
+        source.model,
+        source.config,
+        dtype=dtype_of(config, source, device),
+        device=device,
+        attention_backend=backend,
+    )
+
+
+def dtype_of(config: EngineConfig, source: Source, device: torch.device) -> torch.dtype:
+    if isinstance(source.model, CausalLM):
+        return source.model.dtype
+    if config.dtype != "auto":
+        return DTYPES[config.dtype]
+    return torch.float32 if device.type == "cpu" else source.config.dtype
