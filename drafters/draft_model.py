@@ -9,7 +9,7 @@ from specdec.drafters.base import Draft, Drafter
 from specdec.verifier.attention.base import AttentionMetadata
 from specdec.verifier.batch import PrefillBatch
 from specdec.verifier.kv_cache import KVCache
-from specdec.verifier.models.llama import CausalLM
+from specdec.verifier.models.base import LanguageModel
 from specdec.verifier.passes import advance_draft_len, draft_pass
 from specdec.verifier.sampling import draft_tokens
 from specdec.verifier.state import DecodeState, RowState
@@ -21,7 +21,7 @@ FIRST_PASS_LEN = 2
 
 def sample_draft(
     state: RowState,
-    model: CausalLM,
+    model: LanguageModel,
     hidden: Tensor,
     adapter_slots: Tensor | None,
     offset: int,
@@ -61,7 +61,7 @@ class DraftModelDrafter(Drafter):
     catchup_width = 16
     kv_lag = 1
 
-    def __init__(self, model: CausalLM, *, vocab_size: int) -> None:
+    def __init__(self, model: LanguageModel, *, vocab_size: int) -> None:
         """``vocab_size``: ids of the target that may be emitted; higher ones are never drafted."""
         self.model = model
         self.vocab_size = vocab_size

@@ -10,7 +10,7 @@ from torch import Tensor
 from specdec.drafters.base import Draft, Drafter
 from specdec.drafters.draft_model import given_or, sample_draft
 from specdec.verifier.kv_cache import KVCache
-from specdec.verifier.models.llama import CausalLM
+from specdec.verifier.models.base import LanguageModel
 from specdec.verifier.passes import draft_pass
 from specdec.verifier.state import RowState
 
@@ -28,7 +28,7 @@ class LayerSkipDrafter(Drafter):
     uses_adapters = True
 
     def __init__(
-        self, model: CausalLM, kv_cache: KVCache, *, num_layers: int, vocab_size: int
+        self, model: LanguageModel, kv_cache: KVCache, *, num_layers: int, vocab_size: int
     ) -> None:
         self.name = f"layer_skip:{num_layers}"
         self.model = model

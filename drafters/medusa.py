@@ -49,6 +49,8 @@ def open_medusa(path_or_id: str | Path, target: ModelConfig) -> MedusaCheckpoint
     Raises FileNotFoundError, or ValueError naming the file and the field or tensor that is missing,
     unexpected or of another shape.
     """
+    if target.family.is_gemma:
+        raise ValueError("draft='medusa:PATH': heads of Gemma's models are not supported")
     if not str(path_or_id):
         raise ValueError("draft='medusa:' names no heads: write medusa:PATH")
     folder = resolve_model(path_or_id, weights=True)

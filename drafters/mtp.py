@@ -25,7 +25,8 @@ from specdec.verifier.checkpoint import SafetensorsCheckpoint
 from specdec.verifier.hub import resolve_model
 from specdec.verifier.kv_cache import KVCache
 from specdec.verifier.models.config import ModelConfig
-from specdec.verifier.models.layers import DecoderLayer, WeightSlot, empty_parameter
+from specdec.verifier.models.decoder import DecoderLayer
+from specdec.verifier.models.layers import Attention, WeightSlot, empty_parameter
 from specdec.verifier.models.llama import CausalLM
 from specdec.verifier.models.mtp_names import MtpLayout, mtp_layouts, mtp_tensors
 
@@ -57,6 +58,11 @@ def open_mtp(model: object, target: ModelConfig) -> MtpCheckpoint:
     folder = resolve_model(model, weights=True) if isinstance(model, str | Path) else None
     if folder is None or not folder.is_dir():
         raise ValueError("draft='mtp' needs a target that is a folder of safetensors files")
+    for what in ("latent", "sliding_window", "attention_soft_cap", "local_rope"):
+        if getattr(target, what) is not None or target.family.is_gemma:
+            raise ValueError(
+                f"draft='mtp': modules of {target.architecture} with {what} are not supported"
+            )
     tensors = SafetensorsCheckpoint(folder)
     shapes = tensors.shapes()
     own = mtp_tensors(shapes.keys(), target.num_layers)
@@ -126,7 +132,9 @@ class MtpModule(nn.Module):
         self.embedding_norm = empty_parameter(size, dtype=dtype, device=device)
         self.hidden_norm = empty_parameter(size, dtype=dtype, device=device)
         self.projection = empty_parameter(size, 2 * size, dtype=dtype, device=device)
-        self.layer = DecoderLayer(config.layer, dtype=dtype, device=device)
+        # It stands behind the target's layers.
+        index = config.feature_layers[0]
+        self.layer = DecoderLayer(config.layer, index, dtype=dtype, device=device)
         self.norm = empty_parameter(size, dtype=dtype, device=device)
         # In a list, so that the target is no part of this module.
         self._target = [target]
@@ -172,6 +180,7 @@ class MtpModule(nn.Module):
     ) -> Tensor:
         """Queries [T, H, D] of the layer's input; keys and values go to the cache."""
         attention, cos_sin = self.layer.attention, self.target.cos_sin
+        assert isinstance(attention, Attention)
         qkv, keys, values = attention.qkv_proj, kv_cache.keys[0], kv_cache.values[0]
         if attention.q_norm is None or attention.k_norm is None:
             return qkv_rope_write_kv(
@@ -195,7 +204,7 @@ class MtpModule(nn.Module):
         keys, values = kv_cache.keys[0], kv_cache.values[0]
         out = self.attention_backend.forward(query, keys, values, metadata, self.scale)
         hidden = layer.attention.o_proj(out.flatten(1))
-        hidden, residual = add_rms_norm(hidden, residual, layer.post_attention_norm, self.eps)
+        hidden, residual = add_rms_norm(hidden, residual, layer.mlp_norm, self.eps)
         hidden, _ = add_rms_norm(layer.mlp(hidden), residual, self.norm, self.eps)
         return hidden, hidden
 

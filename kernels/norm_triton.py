@@ -24,10 +24,18 @@ def inverse_rms(x, eps, D: tl.constexpr):
 
 
 @triton.jit
-def scale_row(x, inverse, weight, dtype: tl.constexpr):
-    """``weight * (x * inverse)``, both products rounded to ``dtype``. x float32."""
-    scaled = (x * inverse).to(dtype)
-    return (scaled.to(tl.float32) * weight.to(tl.float32)).to(dtype)
+def scale_row(x, inverse, weight, dtype: tl.constexpr, UNIT_OFFSET: tl.constexpr = False):
+    """``weight * (x * inverse)``, both products rounded to ``dtype``. x float32.
+
+    With UNIT_OFFSET ``(1 + weight) * (x * inverse)``, rounded at the end alone.
+    """
+    weight = weight.to(tl.float32)
+    if UNIT_OFFSET:
+        scaled = x * inverse
+        weight = 1.0 + weight
+    else:
+        scaled = (x * inverse).to(dtype).to(tl.float32)
+    return (scaled * weight).to(dtype)
 
 
 @triton.jit(do_not_specialize=["outer_stride", "inner_stride", "inner"])
@@ -42,6 +50,7 @@ def _rms_norm_kernel(
     inner,
     eps,
     HAS_RESIDUAL: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -59,7 +68,7 @@ def _rms_norm_kernel(
         tl.store(new_residual + row * D + columns, rounded, mask=mask)
         values = rounded.to(tl.float32)
     scale = tl.load(weight + columns, mask=mask, other=0.0)
-    normed = scale_row(values, inverse_rms(values, eps, D), scale, dtype)
+    normed = scale_row(values, inverse_rms(values, eps, D), scale, dtype, UNIT_OFFSET)
     tl.store(out + row * D + columns, normed, mask=mask)
 
 
@@ -68,6 +77,7 @@ def _launch(
     residual: Tensor | None,
     weight: Tensor,
     eps: float,
+    unit_offset: bool,
     strides: tuple[int, int, int],
     out: Tensor,
     new_residual: Tensor | None,
@@ -86,6 +96,7 @@ def _launch(
         *strides,
         eps,
         HAS_RESIDUAL=residual is not None,
+        UNIT_OFFSET=unit_offset,
         D=size,
         BLOCK=block,
         num_warps=row_warps(block),
@@ -94,7 +105,7 @@ def _launch(
     )
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, unit_offset: bool = False) -> Tensor:
     """``specdec.kernels.norm.rms_norm``. Heads of a wider row need not be contiguous."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     size = x.shape[-1]
@@ -104,13 +115,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         strides = (x.stride(0), 0, 1)
     else:
         x, strides = x.contiguous(), (size, 0, 1)
-    _launch(x, None, weight, eps, strides, out, None)
+    _launch(x, None, weight, eps, unit_offset, strides, out, None)
     return out
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, unit_offset: bool = False
+) -> tuple[Tensor, Tensor]:
     """``specdec.kernels.norm.add_rms_norm``."""
     out, new_residual = torch.empty_like(residual), torch.empty_like(residual)
     strides = (x.stride(0), 0, 1)
-    _launch(x, residual, weight, eps, strides, out, new_residual)
+    _launch(x, residual, weight, eps, unit_offset, strides, out, new_residual)
     return out, new_residual

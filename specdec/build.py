@@ -8,7 +8,13 @@ from pathlib import Path
 import torch
 
 from specdec.adapters import make_table, read_adapters
-from specdec.build_drafter import check_draft, heavy_drafter, light_drafter, read_draft_lora
+from specdec.build_drafter import (
+    NO_FEATURES,
+    check_draft,
+    heavy_drafter,
+    light_drafter,
+    read_draft_lora,
+)
 from specdec.config import EngineConfig
 from specdec.drafters.adaptive import AdaptiveK, widths_up_to
 from specdec.drafters.base import Drafter
@@ -28,9 +34,8 @@ from specdec.sources import Source, dtype_of, load_source, read_source
 from specdec.step import DecodeStep
 from specdec.tokenizer import Tokenizer
 from specdec.verifier.attention.select import BackendChoice, choose_backend, default_block_size
-from specdec.verifier.hub import resolve_model
 from specdec.verifier.kv_cache import BlockPool
-from specdec.verifier.loading import open_checkpoint, with_features
+from specdec.verifier.loading import check_weights, with_features
 from specdec.verifier.models.config import ModelConfig
 from specdec.verifier.models.llama import CausalLM
 from specdec.verifier.modes import resolve_uniform_query_lens
@@ -69,11 +74,11 @@ def build(
 ) -> Parts:
     """Check everything that files can tell, then load, allocate and capture."""
     device = config.torch_device
-    target_source = read_source(model)
+    target_source = read_source(model, config)
     if draft == "auto":
         draft = auto_draft(target_source.config, target_source.tokenizer)
     lookup, draft = split_names(draft)
-    draft_source = check_draft(draft, target_source)
+    draft_source = check_draft(draft, target_source, config)
     if config.simulated_acceptance is not None and draft is None:
         raise ValueError("simulated_acceptance needs a drafter, whose cost is part of a step")
     limits = _limits(config, target_source, k if draft is not None else 0, device)
@@ -101,7 +106,9 @@ def build(
         config.graph_mode,
         min(supports),
         query_lens,
-        piecewise_available=config.compilation.no_piecewise is None,
+        piecewise_available=(
+            config.compilation.no_piecewise is None and config.model_impl == "specdec"
+        ),
     )
 
     lora = read_adapters(config.lora, target_source.config, config.max_lora_rank)
@@ -110,16 +117,20 @@ def build(
     for each in (target_source, draft_source):
         # Missing, misshapen or damaged tensors are refused before either model takes memory.
         if each is not None and each.head is None and not isinstance(each.model, CausalLM):
-            open_checkpoint(resolve_model(each.model, weights=True))
+            check_weights(each.model, each.config)
     target = load_source(target_source, config, backend, device)
     drafter = heavy_drafter(draft, draft_source, target, own, draft_backend, limits.vocab_size)
     if drafter is not None and drafter.feature_layers:
+        if not isinstance(target, CausalLM):
+            raise ValueError(f"drafter {drafter.name!r}: {NO_FEATURES}")
         target = with_features(target, drafter.feature_layers)
     adapters = None
     if config.lora_at_start:
         draft_model = None
+        assert isinstance(target, CausalLM)
         if config.draft_lora is not None and isinstance(drafter, DraftModelDrafter):
             drafter.uses_adapters = True
+            assert isinstance(drafter.model, CausalLM)
             draft_model = drafter.model
         adapters = make_table(config, target, lora.values(), draft_model, draft_lora.values())
     num_blocks = kv_blocks(
@@ -279,4 +290,7 @@ def _choose_backend(
         dtype=dtype_of(config, source, device),
         block_size=limits.block_size,
         device=device,
+        sliding_window=source.config.sliding_window,
+        soft_cap=source.config.attention_soft_cap,
+        latent_size=source.config.latent_size,
     )

@@ -14,18 +14,22 @@ from specdec.sources import Source, load_source, read_source
 from specdec.tokenizer import compare_tokenizers
 from specdec.verifier.attention.base import AttentionBackend
 from specdec.verifier.kv_cache import KVCache
+from specdec.verifier.models.base import LanguageModel
 from specdec.verifier.models.llama import CausalLM
 from specdec.verifier.peft_format import AdapterWeights
 
+NO_FEATURES = "it reads the target's hidden states, which model_impl='transformers' does not give"
 DRAFTERS = "auto, ngram, suffix, layer_skip:N, eagle:PATH, medusa:PATH, mtp"
 
 
-def check_draft(draft: str | Path | CausalLM | Drafter | None, target: Source) -> Source | None:
+def check_draft(
+    draft: str | Path | CausalLM | Drafter | None, target: Source, config: EngineConfig
+) -> Source | None:
     """Refuse a drafter that cannot work, from files alone. A draft model's files, or None."""
     if draft is None or draft in ("ngram", "suffix"):
         return None
     if isinstance(draft, CausalLM):
-        return read_source(draft)
+        return read_source(draft, config)
     if not isinstance(draft, str | Path):
         if isinstance(draft, type) or not callable(getattr(draft, "propose", None)):
             raise TypeError(f"draft must be None, a string, a path or a Drafter, got {draft!r}")
@@ -38,9 +42,11 @@ def check_draft(draft: str | Path | CausalLM | Drafter | None, target: Source) -
         raise ValueError(f"draft={text!r}: pass None for no drafter, or one of {DRAFTERS}")
     head = open_head(text, target.config, target.model)
     if head is not None:
+        if target.config.implementation != "specdec":
+            raise ValueError(f"draft={text!r}: {NO_FEATURES}")
         return Source(text, head[1], None, head[0])
     try:
-        source = read_source(text)
+        source = read_source(text, config)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"draft {text!r} is none of {DRAFTERS}, and {error}") from error
     difference = compare_tokenizers(target.tokenizer, source.tokenizer)
@@ -61,7 +67,7 @@ def read_draft_lora(config: EngineConfig, draft: Source | None) -> dict[str, Ada
 def heavy_drafter(
     draft: str | Path | CausalLM | Drafter | None,
     source: Source | None,
-    target: CausalLM,
+    target: LanguageModel,
     config: EngineConfig,
     backend: AttentionBackend,
     vocab_size: int,
@@ -72,6 +78,7 @@ def heavy_drafter(
             return None
         return draft if isinstance(draft, Drafter) else DrafterLike(draft)
     if source.head is not None:
+        assert isinstance(target, CausalLM)
         return load_head(source.head, target, backend, vocab_size)
     model = load_source(source, config, backend, target.device)
     return DraftModelDrafter(model, vocab_size=vocab_size)
@@ -79,7 +86,7 @@ def heavy_drafter(
 
 def light_drafter(
     draft: str | Path | CausalLM | Drafter,
-    target: CausalLM,
+    target: LanguageModel,
     kv_cache: KVCache,
     config: EngineConfig,
     vocab_size: int,

@@ -17,6 +17,7 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
 }
 BASE = "base"  # what the counts of rows without an adapter go by
+MODEL_IMPLS = ("specdec", "transformers")
 ACCEPTANCE = ("auto", "coupled", "rejection")
 COMPILATION_KEYS = ("cudagraph_mode", "cudagraph_capture_sizes", *CompilationConfig.keys())
 
@@ -34,6 +35,8 @@ class EngineConfig:
             of ``CompilationConfig`` (mode, backend, splitting_ops, compile_sizes, ...).
         cudagraph_capture_sizes: batch sizes in tokens to capture; must cover ``max_num_seqs``.
         uniform_request_counts: batch sizes in requests to capture, instead.
+        model_impl: "specdec", or "transformers" for any other causal language model of
+            transformers, on our attention and graphs. Target and draft model alike.
         attention_backend: "auto" (triton on a GPU, sdpa elsewhere), "sdpa", "triton",
             "flash_attn", "flashinfer" or "mla"; ``Engine.attention`` says why.
         max_num_seqs: requests that run at once. Default: 8 on the CPU, 64 on a GPU.
@@ -82,6 +85,7 @@ class EngineConfig:
     compilation_config: Mapping[str, Any] | None = None
     cudagraph_capture_sizes: Sequence[int] | None = None
     uniform_request_counts: Sequence[int] | None = None
+    model_impl: str = "specdec"
     attention_backend: str = "auto"
     max_num_seqs: int | None = None
     max_model_len: int | None = None
@@ -110,6 +114,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _choose("dtype", self.dtype, ("auto", *DTYPES))
+        _choose("model_impl", self.model_impl, MODEL_IMPLS)
         _choose("acceptance", self.acceptance, ACCEPTANCE)
         _choose("capture", self.capture, ("eager", "lazy"))
         for name in (
@@ -159,6 +164,8 @@ class EngineConfig:
         _check_sizes("extra_k", self.extra_k, 0)
         self._check_simulated()
         _ = self.graph_mode, self.torch_device
+        if self.model_impl == "transformers":
+            self._check_transformers()
 
     def _check_simulated(self) -> None:
         value = self.simulated_acceptance
@@ -189,6 +196,16 @@ class EngineConfig:
         for name in self.draft_lora or ():
             if name not in (self.lora or {}):
                 raise ValueError(f"draft_lora: no adapter {name!r} is in lora")
+
+    def _check_transformers(self) -> None:
+        """Refuse by name what only our own models have."""
+        for what, asked in (
+            ("adapters (lora, max_loras and the like)", self.lora_at_start),
+            ("compilation (compilation_config)", self.compilation.is_compiled),
+            ("exact=True", self.exact is True),
+        ):
+            if asked:
+                raise ValueError(f"model_impl='transformers' does not have {what}")
 
     @property
     def lora_at_start(self) -> bool:

@@ -7,7 +7,7 @@ from specdec.verifier.dispatcher import CudagraphDispatcher
 from specdec.verifier.flat_model import FlatModel
 from specdec.verifier.graph import GraphPool
 from specdec.verifier.kv_cache import KVCache
-from specdec.verifier.models.llama import CausalLM
+from specdec.verifier.models.base import LanguageModel
 from specdec.verifier.modes import CUDAGraphMode
 from specdec.verifier.state import DecodeState
 
@@ -45,7 +45,7 @@ def make_dispatcher(
 
 def make_flat_model(
     config: EngineConfig,
-    model: CausalLM,
+    model: LanguageModel,
     kv_cache: KVCache,
     state: DecodeState,
     dispatcher: CudagraphDispatcher,

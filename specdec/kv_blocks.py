@@ -4,7 +4,7 @@ import torch
 
 from specdec.config import EngineConfig
 from specdec.drafters.base import Drafter
-from specdec.verifier.models.llama import CausalLM
+from specdec.verifier.models.base import LanguageModel
 
 # KV memory that an engine takes on the CPU where num_kv_blocks is not given.
 CPU_KV_BYTES = 2 * 2**30
@@ -14,7 +14,7 @@ GPU_RESERVED_BYTES = 3 * 2**30
 
 def kv_blocks(
     config: EngineConfig,
-    target: CausalLM,
+    target: LanguageModel,
     drafter: Drafter | None,
     max_model_len: int,
     max_num_seqs: int,

@@ -12,6 +12,7 @@ from specdec.intake import Intake
 from specdec.request import Request
 from specdec.runner import Runner
 from specdec.scheduler import Scheduler
+from specdec.verifier.models.llama import CausalLM
 from specdec.verifier.peft_format import AdapterWeights, read_adapter
 
 
@@ -56,6 +57,7 @@ class LoraManager:
                 draft_path, self._drafter.model.config, max_rank=table.draft_slots.max_rank
             )
         if table is None:
+            assert isinstance(self._model, CausalLM)
             table = make_table(self._config, self._model, [weights])
             self._use(table)
             if self._config.capture == "eager":

@@ -10,7 +10,8 @@ from specdec.heads import HeadCheckpoint
 from specdec.tokenizer import Tokenizer, load_tokenizer
 from specdec.verifier.attention.base import AttentionBackend
 from specdec.verifier.hub import resolve_model
-from specdec.verifier.loading import load_model, read_config
+from specdec.verifier.loading import load_any_model, read_config
+from specdec.verifier.models.base import LanguageModel
 from specdec.verifier.models.config import ModelConfig
 from specdec.verifier.models.llama import CausalLM
 
@@ -25,20 +26,26 @@ class Source:
     head: HeadCheckpoint | None = None  # not a model: a head for the target
 
 
-def read_source(model: str | Path | CausalLM | None) -> Source:
+def read_source(model: str | Path | CausalLM | None, config: EngineConfig) -> Source:
     if isinstance(model, CausalLM):
         return Source(model, model.config, None)
     path = resolve_model(model)
-    return Source(model, read_config(path), load_tokenizer(path))
+    model_config = read_config(path, implementation=config.model_impl)
+    return Source(model, model_config, load_tokenizer(path))
 
 
 def load_source(
     source: Source, config: EngineConfig, backend: AttentionBackend, device: torch.device
-) -> CausalLM:
+) -> LanguageModel:
     if isinstance(source.model, CausalLM):
         return source.model
-    dtype = dtype_of(config, source, device)
-    return load_model(source.model, dtype=dtype, device=device, attention_backend=backend)
+    return load_any_model(
+        source.model,
+        source.config,
+        dtype=dtype_of(config, source, device),
+        device=device,
+        attention_backend=backend,
+    )
 
 
 def dtype_of(config: EngineConfig, source: Source, device: torch.device) -> torch.dtype:

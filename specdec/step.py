@@ -15,6 +15,7 @@ from specdec.verifier.acceptance import accept
 from specdec.verifier.attention.base import AttentionMetadata, concatenate
 from specdec.verifier.batch import PassResult, PrefillBatch, VerifyBatch
 from specdec.verifier.kv_cache import KVCache
+from specdec.verifier.models.base import LanguageModel
 from specdec.verifier.models.llama import CausalLM
 from specdec.verifier.passes import accept_and_commit, commit, verify_pass
 from specdec.verifier.sampling import MAX_LOGPROBS, token_logprobs
@@ -34,7 +35,7 @@ class DecodeStep:
     def __init__(
         self,
         *,
-        model: CausalLM,
+        model: LanguageModel,
         kv_cache: KVCache,
         state: DecodeState,
         drafter: Drafter | None,
@@ -165,6 +166,8 @@ class DecodeStep:
         out = self.forward(input_ids, positions, self.kv_cache, metadata)
         if self.drafter is None or not self.drafter.feature_layers:
             return out
+        # No other model is paired with such a drafter.
+        assert isinstance(self.model, CausalLM)
         hidden, features = self.model.split_features(out)
         self.drafter.keep_features(features, metadata.slot_mapping)
         return hidden

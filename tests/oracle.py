@@ -4,6 +4,7 @@ A drafted token is committed only where it equals the target's own next token, s
 draft over the finished text tells which of its proposals the target would have accepted.
 """
 
+import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,10 @@ class Oracle:
     ) -> None:
         from transformers import AutoModelForCausalLM
 
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        # PyTorch's own attention has no soft cap.
+        attention = {"attn_implementation": "eager"} if _caps_scores(folder) else {}
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **attention)
+        self.model.eval()
         if num_layers is not None:
             self.model.model.layers = self.model.model.layers[:num_layers]
         self.vocab = vocab
@@ -67,6 +71,11 @@ class Oracle:
             if text[-1] in eos:
                 return text, "stop"
         return text, "length"
+
+
+def _caps_scores(folder: str | Path) -> bool:
+    config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    return config.get("attn_logit_softcapping") is not None
 
 
 def speculate(

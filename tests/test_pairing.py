@@ -213,6 +213,8 @@ def test_a_draft_without_a_tensor_is_refused_before_the_target_loads(models, tmp
     tensors = load_file(draft / "model.safetensors")
     del tensors["model.norm.weight"]
     save_file(tensors, draft / "model.safetensors")
-    monkeypatch.setattr("specdec.sources.load_model", lambda *args, **kwargs: pytest.fail("loaded"))
+    monkeypatch.setattr(
+        "specdec.sources.load_any_model", lambda *args, **kwargs: pytest.fail("loaded")
+    )
     with pytest.raises(ValueError, match=r"model\.norm\.weight"):
         cpu_engine(models["target"], str(draft))

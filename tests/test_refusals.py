@@ -292,14 +292,7 @@ def config_only(folder, models, **changes):
         ({"architectures": ["OPTForCausalLM"], "model_type": "opt"}, "OPTForCausalLM"),
         ({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}, "MambaForCausalLM"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config"),
-        (
-            {
-                "architectures": ["MistralForCausalLM"],
-                "model_type": "mistral",
-                "sliding_window": 8,
-            },
-            "sliding_window",
-        ),
+        ({"sliding_window": 8}, "sliding_window"),
         ({"rope_scaling": {"rope_type": "wobbly", "factor": 2.0}}, "wobbly"),
         ({"rope_parameters": {"rope_type": "wobbly", "rope_theta": 1e4}}, "wobbly"),
         ({"auto_map": {"AutoModelForCausalLM": "modeling.Custom"}}, "trust_remote_code|auto_map"),

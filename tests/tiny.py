@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import tiny_families
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -19,6 +20,7 @@ ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    **tiny_families.ARCHITECTURES,
 }
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
@@ -78,7 +80,10 @@ def make_tiny(
     }
     if family == "mistral":
         config["sliding_window"] = None
-    config |= config_overrides
+    config |= tiny_families.FIELDS.get(family, {}) | config_overrides
+    if "kv_lora_rank" in config:
+        # transformers reads these two and makes nothing of them.
+        config |= {"head_dim": config["qk_rope_head_dim"], "num_key_value_heads": heads}
     tensors = _random_tensors(config, family, seed, std)
     write_checkpoint(
         folder, config, {name: t.to(dtype) for name, t in tensors.items()}, shards=shards
@@ -273,10 +278,12 @@ def _random_tensors(
     def vector(size: int, mean: float) -> Tensor:
         return mean + 0.1 * torch.randn(size, generator=generator)
 
+    norm_mean = 0.0 if family in tiny_families.GEMMA else 1.0
     hidden, ffn, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     q_size = config["num_attention_heads"] * head_dim
     kv_size = config["num_key_value_heads"] * head_dim
-    qkv_bias = family == "qwen2" or config.get("attention_bias", False)
+    attention_bias = config.get("attention_bias", False)
+    qkv_bias = family in tiny_families.QKV_BIAS or config.get("attention_bias", False)
     tensors = {EMBEDDING: matrix(config["vocab_size"], hidden)}
 
     def linear(name: str, rows: int, columns: int, bias: bool) -> None:
@@ -284,21 +291,46 @@ def _random_tensors(
         if bias:
             tensors[f"{name}.bias"] = vector(rows, 0.0)
 
-    for layer in range(config["num_hidden_layers"]):
-        at = f"model.layers.{layer}."
-        tensors[at + "input_layernorm.weight"] = vector(hidden, 1.0)
+    def attention(at: str) -> None:
         linear(at + "self_attn.q_proj", q_size, hidden, qkv_bias)
         linear(at + "self_attn.k_proj", kv_size, hidden, qkv_bias)
         linear(at + "self_attn.v_proj", kv_size, hidden, qkv_bias)
         linear(at + "self_attn.o_proj", hidden, q_size, config.get("attention_bias", False))
-        if family == "qwen3":
-            tensors[at + "self_attn.q_norm.weight"] = vector(head_dim, 1.0)
-            tensors[at + "self_attn.k_norm.weight"] = vector(head_dim, 1.0)
-        tensors[at + "post_attention_layernorm.weight"] = vector(hidden, 1.0)
+        if family in tiny_families.QK_NORM:
+            tensors[at + "self_attn.q_norm.weight"] = vector(head_dim, norm_mean)
+            tensors[at + "self_attn.k_norm.weight"] = vector(head_dim, norm_mean)
+
+    def latent_attention(at: str) -> None:
+        for name, rows, columns in tiny_families.latent_attention(config):
+            linear(f"{at}self_attn.{name}", rows, columns, "_a_" in name and attention_bias)
+            if "_a_" in name:
+                norm = f"{at}self_attn.{name[0:2].rstrip('_')}_a_layernorm.weight"
+                tensors[norm] = vector(config["kv_lora_rank"] if name[0] == "k" else rows, 1.0)
+        if attention_bias:
+            tensors[f"{at}self_attn.o_proj.bias"] = vector(hidden, 0.0)
+
+    for layer in range(config["num_hidden_layers"]):
+        at = f"model.layers.{layer}."
+        tensors[at + "input_layernorm.weight"] = vector(hidden, norm_mean)
+        if "kv_lora_rank" in config:
+            latent_attention(at)
+        else:
+            attention(at)
+        tensors[at + "post_attention_layernorm.weight"] = vector(hidden, norm_mean)
+        if family in tiny_families.GEMMA:
+            for name in ("pre_feedforward_layernorm", "post_feedforward_layernorm"):
+                tensors[f"{at}{name}.weight"] = vector(hidden, norm_mean)
+        experts = tiny_families.sparse_mlp(config, layer)
+        if experts is not None:
+            tensors |= {f"{at}{name}.weight": matrix(*shape) for name, *shape in experts}
+            if family == "deepseek_v3":
+                bias = vector(config["n_routed_experts"], 0.0)
+                tensors[f"{at}mlp.gate.e_score_correction_bias"] = bias
+            continue
         for name in ("gate_proj", "up_proj"):
             linear(at + "mlp." + name, ffn, hidden, config.get("mlp_bias", False))
         linear(at + "mlp.down_proj", hidden, ffn, config.get("mlp_bias", False))
-    tensors["model.norm.weight"] = vector(hidden, 1.0)
+    tensors["model.norm.weight"] = vector(hidden, norm_mean)
     if not config["tie_word_embeddings"]:
         tensors[HEAD] = matrix(config["vocab_size"], hidden)
     return tensors

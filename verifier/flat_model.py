@@ -19,6 +19,7 @@ from specdec.verifier.compile import CompilationConfig, PieceFunction, compile_p
 from specdec.verifier.context import ForwardContext, get_forward_context, set_forward_context
 from specdec.verifier.graph import CUDAGraphWrapper, GraphPool, GraphRow
 from specdec.verifier.kv_cache import KVCache
+from specdec.verifier.models.base import LanguageModel
 from specdec.verifier.models.llama import CausalLM
 from specdec.verifier.modes import BatchDescriptor, CUDAGraphMode
 from specdec.verifier.split import OpCall, PieceCall, SplitModel
@@ -32,7 +33,7 @@ class FlatModel:
 
     def __init__(
         self,
-        model: CausalLM,
+        model: LanguageModel,
         kv_cache: KVCache,
         pool: GraphPool,
         *,
@@ -70,7 +71,7 @@ class FlatModel:
         self._ids = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
         self._positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
         self._attention_out = torch.zeros(
-            max_num_tokens, config.num_heads, config.head_size, dtype=model.dtype, device=device
+            max_num_tokens, config.num_heads, config.value_size, dtype=model.dtype, device=device
         )
         self._query_start_loc = integers(max_num_seqs + 1)
         self._context_lens = integers(max_num_seqs)
@@ -158,6 +159,8 @@ class FlatModel:
             self._chain.clear()
 
     def _make_chain(self) -> "_Chain":
+        # No other model can be cut: PIECEWISE graphs and compilation are refused for it.
+        assert isinstance(self.model, CausalLM)
         split, functions = compile_pieces(self.model, self._compilation)
         return _Chain(split, functions, self.pool, self.role, self._debug, self._state)
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.verifier import gguf_gemma
 from specdec.verifier.models.config import FAMILIES, ModelConfig, UnsupportedModelError
 from specdec.verifier.models.rope import RopeConfig, yarn_mscale
 
@@ -22,6 +23,7 @@ ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    **gguf_gemma.ARCHITECTURES,
 }
 # Those whose files interleave the two rotated halves of each head's q and k rows.
 PERMUTED_ARCHITECTURES = ("llama",)
@@ -121,9 +123,11 @@ class GGUFCheckpoint:
     def __init__(self, file: GGUFFile, config: ModelConfig) -> None:
         self.source = str(file.path)
         self._file = file
-        self._names = {hf_name(name): name for name in file.tensors if name != ROPE_FACTORS}
+        arch = file.metadata["general.architecture"]
+        self._names = {hf_name(name, arch): name for name in file.tensors if name != ROPE_FACTORS}
+        self._is_gemma = arch in gguf_gemma.ARCHITECTURES
         self._permuted_heads: dict[str, int] = {}
-        if file.metadata["general.architecture"] in PERMUTED_ARCHITECTURES:
+        if arch in PERMUTED_ARCHITECTURES:
             self._permuted_heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -131,19 +135,23 @@ class GGUFCheckpoint:
 
     def read(self, name: str) -> Tensor:
         tensor = self._file.read(self._names[name])
+        if self._is_gemma and name.endswith("norm.weight"):
+            # The file holds what a norm multiplies by; the model adds the one itself.
+            return tensor - 1
         parts = name.split(".")
         heads = self._permuted_heads.get(parts[-2]) if len(parts) > 1 else None
         return tensor if heads is None else unpermute(tensor, heads)
 
 
-def hf_name(name: str) -> str:
+def hf_name(name: str, arch: str) -> str:
     """Hugging Face's name of a GGUF tensor; a name without one is returned as it is."""
+    names = LAYER_NAMES | (gguf_gemma.LAYER_NAMES if arch in gguf_gemma.ARCHITECTURES else {})
     stem, _, kind = name.rpartition(".")
     if stem in TOP_NAMES:
         return f"{TOP_NAMES[stem]}.{kind}"
     parts = stem.split(".")
-    if len(parts) == 3 and parts[0] == "blk" and parts[2] in LAYER_NAMES:
-        return f"model.layers.{parts[1]}.{LAYER_NAMES[parts[2]]}.{kind}"
+    if len(parts) == 3 and parts[0] == "blk" and parts[2] in names:
+        return f"model.layers.{parts[1]}.{names[parts[2]]}.{kind}"
     return name
 
 
@@ -171,11 +179,12 @@ def _model_config(file: GGUFFile) -> ModelConfig:
     if field("expert_count", 0):
         raise UnsupportedModelError(f"mixture of experts ({arch}.expert_count) is not supported")
     context = int(field("context_length"))
+    is_gemma = arch in gguf_gemma.ARCHITECTURES
     window = meta.get(f"{arch}.attention.sliding_window")
-    if window and window < context:
+    if window and window < context and not is_gemma:
         raise UnsupportedModelError(
-            f"{arch}.attention.sliding_window={window} is active, and sliding windows are not "
-            "supported yet"
+            f"{arch}.attention.sliding_window={window} is active, and sliding windows of this "
+            "architecture are not supported in GGUF files"
         )
     hidden, heads = int(field("embedding_length")), int(field("attention.head_count"))
     head_size = int(field("attention.key_length", hidden // heads))
@@ -206,6 +215,7 @@ def _model_config(file: GGUFFile) -> ModelConfig:
         dtype=_dtype(file),
         bos_token_id=meta.get("tokenizer.ggml.bos_token_id"),
         eos_token_ids=_eos_token_ids(meta),
+        **(gguf_gemma.fields(meta, arch, context=context) if is_gemma else {}),
     )
 
 

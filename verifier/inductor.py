@@ -140,7 +140,7 @@ def _compile_all(
     values = {
         chain.inputs[0]: example(dtype=torch.int64),
         chain.inputs[1]: example(dtype=torch.int64),
-        chain.inputs[2]: example(config.num_heads, config.head_size, dtype=model.dtype),
+        chain.inputs[2]: example(config.num_heads, config.value_size, dtype=model.dtype),
     }
     artifacts: dict[int, CompiledArtifact] = {}
     for call in chain.calls:

@@ -12,9 +12,12 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from specdec.kernels.activation import silu_mul
+from specdec.kernels.activation import gelu_tanh_mul, silu_mul
+from specdec.kernels.head_linear import head_linear
 from specdec.kernels.linear import linear, linear_add, linear_silu_mul
+from specdec.kernels.moe import apply_experts, route_experts
 from specdec.kernels.norm import add_rms_norm, rms_norm
+from specdec.kernels.rope import apply_rope
 
 _library = torch.library.Library("specdec", "FRAGMENT")
 
@@ -48,18 +51,49 @@ KERNEL_OPS: dict[Callable[..., Any], OpOverload] = {
         lambda x, weight: _rows_by(x, weight.shape[0] // 2),
     ),
     rms_norm: _register(
-        "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor",
+        "rms_norm(Tensor x, Tensor weight, float eps, bool unit_offset=False) -> Tensor",
         rms_norm,
-        lambda x, weight, eps: x.new_empty(x.shape),
+        lambda x, *_: x.new_empty(x.shape),
     ),
     add_rms_norm: _register(
-        "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
+        "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, "
+        "bool unit_offset=False) -> (Tensor, Tensor)",
         add_rms_norm,
-        lambda x, residual, weight, eps: (x.new_empty(x.shape), x.new_empty(x.shape)),
+        lambda x, *_: (x.new_empty(x.shape), x.new_empty(x.shape)),
     ),
     silu_mul: _register(
         "silu_mul(Tensor gate_up) -> Tensor",
         silu_mul,
         lambda gate_up: _rows_by(gate_up, gate_up.shape[-1] // 2),
+    ),
+    gelu_tanh_mul: _register(
+        "gelu_tanh_mul(Tensor gate_up) -> Tensor",
+        gelu_tanh_mul,
+        lambda gate_up: _rows_by(gate_up, gate_up.shape[-1] // 2),
+    ),
+    apply_rope: _register(
+        "apply_rope(Tensor q, Tensor k, Tensor cos_sin, Tensor positions) -> (Tensor, Tensor)",
+        apply_rope,
+        lambda q, k, *_: (q.new_empty(q.shape), k.new_empty(k.shape)),
+    ),
+    head_linear: _register(
+        "head_linear(Tensor x, Tensor weight) -> Tensor",
+        head_linear,
+        lambda x, weight: _rows_by(x, weight.shape[2]),
+    ),
+    route_experts: _register(
+        "route_experts(Tensor logits, Tensor? bias, int top_k, bool sigmoid, bool normalize, "
+        "float scale, int num_groups, int top_groups) -> (Tensor, Tensor)",
+        route_experts,
+        lambda logits, bias, top_k, *_: (
+            _rows_by(logits, top_k, torch.int32),
+            _rows_by(logits, top_k, torch.float32),
+        ),
+    ),
+    apply_experts: _register(
+        "apply_experts(Tensor x, Tensor gate_up, Tensor down, Tensor experts, Tensor weights) "
+        "-> Tensor",
+        apply_experts,
+        lambda x, *_: x.new_empty(x.shape),
     ),
 }

@@ -26,13 +26,18 @@ class KVCache:
         head_size: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        latent_size: int | None = None,
     ) -> None:
+        """``latent_size``: leading features of a key that are its value; keys and values are then
+        the same memory."""
+        self.latent_size = latent_size
         self.num_blocks = num_blocks
         self.block_size = block_size
-        shape = (2, num_layers, num_blocks + 1, block_size, num_kv_heads, head_size)
+        copies = 2 if latent_size is None else 1
+        shape = (copies, num_layers, num_blocks + 1, block_size, num_kv_heads, head_size)
         self.data = torch.zeros(shape, dtype=dtype, device=device)
         self.keys: Tensor = self.data[0]
-        self.values: Tensor = self.data[1]
+        self.values: Tensor = self.data[-1]
 
     @property
     def num_bytes(self) -> int:

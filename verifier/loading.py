@@ -15,8 +15,10 @@ from specdec.verifier.attention.base import AttentionBackend
 from specdec.verifier.checkpoint import Checkpoint, SafetensorsCheckpoint, save_tensors
 from specdec.verifier.gguf_file import GGUFCheckpoint, GGUFFile
 from specdec.verifier.hub import resolve_model
+from specdec.verifier.models.base import LanguageModel
 from specdec.verifier.models.config import (
     ModelConfig,
+    UnsupportedModelError,
     config_from_json,
     config_to_json,
     read_json_object,
@@ -32,14 +34,21 @@ TOKENIZER_FILES = ("tokenizer*", "chat_template*", "special_tokens_map.json", "v
 MAX_NAMES = 5
 
 
-def read_config(path_or_id: str | Path | None) -> ModelConfig:
+def read_config(path_or_id: str | Path | None, *, implementation: str = "specdec") -> ModelConfig:
     """The model's configuration, without its weights.
 
     ``path_or_id``: a Hugging Face folder or hub id, a ``.gguf`` file, or None for the bundled
-    default. Raises FileNotFoundError, ValueError, or UnsupportedModelError (a ValueError) naming
-    what is missing, wrong or not supported, and the file.
+    default. ``implementation``: "specdec", or "transformers" for a folder or hub id. Raises
+    FileNotFoundError, ValueError, or UnsupportedModelError (a ValueError) naming what is missing,
+    wrong or not supported, and the file.
     """
     path = resolve_model(path_or_id)
+    if implementation == "transformers":
+        if path.is_file():
+            raise UnsupportedModelError(f"{path}: model_impl='transformers' reads no GGUF file")
+        from specdec.verifier.models.transformers_probe import read_transformers_config
+
+        return read_transformers_config(path)
     return GGUFFile(path).model_config() if path.is_file() else _folder_config(path)
 
 
@@ -50,7 +59,7 @@ def load_model(
     device: torch.device | str = "cpu",
     attention_backend: AttentionBackend,
 ) -> CausalLM:
-    """Load a model for inference; ``dtype`` None keeps the checkpoint's.
+    """Load one of our own models for inference; ``dtype`` None keeps the checkpoint's.
 
     Everything that can be refused is, before memory is allocated: errors as ``read_config``, and
     ValueError naming missing, unexpected or misshapen tensors and damaged files.
@@ -66,6 +75,36 @@ def load_model(
     for name, slot in model.weight_slots().items():
         slot.copy_(checkpoint.read(name))
     return model.eval()
+
+
+def load_any_model(
+    path_or_id: str | Path | None,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    attention_backend: AttentionBackend,
+) -> LanguageModel:
+    """``load_model`` by the implementation that ``config``, of this model, was read for."""
+    if config.implementation == "specdec":
+        return load_model(
+            path_or_id, dtype=dtype, device=device, attention_backend=attention_backend
+        )
+    from specdec.verifier.models.transformers_lm import load_transformers_model
+
+    path = resolve_model(path_or_id, weights=True)
+    return load_transformers_model(
+        path, config, dtype=dtype, device=device, attention_backend=attention_backend
+    )
+
+
+def check_weights(path_or_id: str | Path | None, config: ModelConfig) -> None:
+    """Raise what ``load_any_model`` would, as far as the files' headers tell."""
+    path = resolve_model(path_or_id, weights=True)
+    if config.implementation == "specdec":
+        open_checkpoint(path)
+    else:
+        SafetensorsCheckpoint(path)
 
 
 def open_checkpoint(path: Path) -> tuple[Checkpoint, ModelConfig]:
@@ -131,7 +170,7 @@ def random_weights(
         if slot.dim() == 2:
             slot.normal_(std=std, generator=generator)
         else:
-            slot.fill_(0.0 if name.endswith(".bias") else 1.0)
+            slot.fill_(0.0 if name.endswith("bias") else 1.0)
     return model.eval()
 
 
@@ -147,7 +186,7 @@ def truncate_layers(model: CausalLM, num_layers: int) -> CausalLM:
     )
     short.embed_tokens, short.norm, short.lm_head = model.embed_tokens, model.norm, model.lm_head
     short.layers = torch.nn.ModuleList(model.first_layers(num_layers))
-    short.cos_sin = model.cos_sin
+    short.cos_sin, short.local_cos_sin = model.cos_sin, model.local_cos_sin
     return short.eval()
 
 
@@ -168,10 +207,8 @@ def silence_layers(model: CausalLM, first: int) -> None:
     ``truncate_layers(model, first)`` is then a draft that agrees with the model everywhere.
     """
     for layer in model.first_layers()[first:]:
-        for output in (layer.attention.o_proj, layer.mlp.down_proj):
-            output.weight.zero_()
-            if output.bias is not None:
-                output.bias.zero_()
+        for weight in (*layer.attention.last_weights(), *layer.mlp.last_weights()):
+            weight.zero_()
 
 
 def save_model(model: CausalLM, folder: str | Path) -> Path:

@@ -132,14 +132,17 @@ class LoraSlots:
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Run each adapted layer on every number of rows that takes kernels of its own."""
-        model, layer = self.model, self.model.first_layers()[0]
+        model, layers = self.model, self.model.first_layers()
+        layer = layers[0]
+        mlps = {type(layer.mlp): layer.mlp for layer in layers}
         for num_rows in _WARM_UP_ROWS:
             nobody = torch.full((num_rows,), -1, dtype=torch.int64, device=model.device)
             rows = AdapterRows(nobody, num_rows)
             hidden = self.data.new_zeros(num_rows, model.config.hidden_size)
-            layer.attention.qkv_proj(hidden, rows)
-            layer.attention.o_proj(self.data.new_zeros(num_rows, model.config.q_size), rows)
-            layer.mlp(hidden, rows)
+            for _, linear in layer.attention.linears(""):
+                linear(self.data.new_zeros(num_rows, linear.weight.shape[1]), rows)
+            for mlp in mlps.values():
+                mlp(hidden, rows)
             if self.vocabulary and model.embed_adapters is not None:
                 model.compute_logits(hidden, nobody)
                 lora_embedding_(
@@ -180,14 +183,8 @@ def _layout(model: Any, rank: int, vocabulary: bool) -> tuple[list[_Region], int
 
 def _owners(model: Any, vocabulary: bool) -> Iterator[tuple[Any, str, str, dict[str, int], int]]:
     """Every adapted layer: its owner and attribute, name prefix, projections, input features."""
-    for i, layer in enumerate(model.first_layers()):
-        for prefix, linear in (
-            (f"model.layers.{i}.self_attn.", layer.attention.qkv_proj),
-            (f"model.layers.{i}.self_attn.", layer.attention.o_proj),
-            (f"model.layers.{i}.mlp.", layer.mlp.gate_up_proj),
-            (f"model.layers.{i}.mlp.", layer.mlp.down_proj),
-        ):
-            yield linear, "adapters", prefix, linear.parts, linear.weight.shape[1]
+    for prefix, linear in model.linears():
+        yield linear, "adapters", f"{prefix}.", linear.parts, linear.weight.shape[1]
     if vocabulary and not model.config.tie_word_embeddings:
         vocab, hidden = model.embed_tokens.shape
         yield model, "embed_adapters", "", {EMBEDDING: hidden}, vocab

@@ -70,18 +70,18 @@ def adapter_sites(config: ModelConfig) -> dict[str, tuple[int, int]]:
 
     A tied embedding is not among them, nor is its head: one adapted alone would untie them.
     """
+    if config.implementation != "specdec":
+        raise AdapterError(f"model_impl={config.implementation!r} has no adapters")
     backend: AttentionBackend = None  # type: ignore[assignment]
     model = model_class(config)(
         config, dtype=config.dtype, device="meta", attention_backend=backend
     )
-    weights = {name: slot for name, slot in model.weight_slots().items() if slot.dim() == 2}
-    sites = {
-        name.removesuffix(".weight"): (slot.shape[0], slot.shape[1])
-        for name, slot in weights.items()
-    }
-    if config.tie_word_embeddings:
-        sites.pop(EMBEDDING)
-    return sites
+    vocabulary = (config.vocab_size, config.hidden_size)
+    sites = {} if config.tie_word_embeddings else {EMBEDDING: vocabulary}
+    for prefix, linear in model.linears():
+        for name, rows in linear.parts.items():
+            sites[f"{prefix}.{name}"] = (rows, linear.weight.shape[1])
+    return sites if config.tie_word_embeddings else sites | {HEAD: vocabulary}
 
 
 def read_adapter(

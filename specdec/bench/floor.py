@@ -5,6 +5,7 @@ import time
 import torch
 
 from specdec.drafters.base import Drafter
+from specdec.verifier.models.base import LanguageModel
 from specdec.verifier.models.llama import CausalLM
 
 
@@ -30,24 +31,34 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * source.numel() / best
 
 
-def weight_bytes(model: CausalLM, num_layers: int | None = None) -> int:
+def weight_bytes(model: LanguageModel, num_layers: int | None = None) -> int:
     """Bytes of the weights that a forward pass reads: all but an untied embedding.
+
+    Of experts only those of one token are sure to be read. A model that transformers implements
+    counts as nothing, since its parts are not known here.
 
     ``num_layers``: a pass over the first layers alone.
     """
+    if not isinstance(model, CausalLM):
+        return 0
+    moe = model.config.moe
     slots = model.weight_slots()
     layers = model.config.num_layers if num_layers is None else num_layers
     skipped = tuple(f"model.layers.{i}." for i in range(layers, model.config.num_layers))
-    total = sum(
-        slot.numel() * slot.element_size()
-        for name, slot in slots.items()
-        if not name.startswith(skipped)
-    )
+    total = 0
+    for name, slot in slots.items():
+        if name.startswith(skipped):
+            continue
+        num_bytes = slot.numel() * slot.element_size()
+        if moe is not None and ".experts." in name:
+            # All experts of a layer are alike.
+            num_bytes = num_bytes * moe.experts_per_token // moe.num_experts
+        total += num_bytes
     tied = model.config.tie_word_embeddings
     return total if tied else total - model.embed_tokens.numel() * model.dtype.itemsize
 
 
-def kv_bytes(model: CausalLM) -> float:
+def kv_bytes(model: LanguageModel) -> float:
     """Bytes of the keys and values of one token."""
     return model.kv_bytes_per_block(16) / 16
 
@@ -67,7 +78,7 @@ def draft_bytes(drafter: Drafter | None, tokens: float) -> float:
 
 
 def step_bytes(
-    target: CausalLM, drafter: Drafter | None, num_reqs: float, k: float, context: float
+    target: LanguageModel, drafter: Drafter | None, num_reqs: float, k: float, context: float
 ) -> dict[str, float]:
     """Bytes that the parts of a step read: ``draft`` (k passes) and ``verify``."""
     tokens = num_reqs * context

@@ -11,12 +11,11 @@ from torch import Tensor
 
 from specdec.config import DTYPES, EngineConfig
 from specdec.kernels.linear import linear
-from specdec.kernels.norm import add_rms_norm, rms_norm
 from specdec.kernels.rope import apply_rope
 from specdec.train.rows import Batch
 from specdec.verifier.attention.select import select_backend
 from specdec.verifier.loading import load_model
-from specdec.verifier.models.config import ModelConfig
+from specdec.verifier.models.config import ModelConfig, UnsupportedModelError
 from specdec.verifier.models.llama import CausalLM
 
 
@@ -47,7 +46,10 @@ class _PackedAttention:
         cos_sin: Tensor,
         layer: int,
         scale: float,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
     ) -> Tensor:
+        assert sliding_window is None and soft_cap is None
         query, key = apply_rope(query, key, cos_sin, positions)
         repeats = query.shape[1] // key.shape[1]
         num_rows = self.mask.shape[0]
@@ -73,20 +75,19 @@ class FrozenTarget:
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> TargetStates:
-        model, eps = self.model, self.model.config.rms_norm_eps
+        model = self.model
         attend = _PackedAttention(batch.mask())
         positions = batch.positions.flatten()
-        residual = F.embedding(batch.tokens.flatten(), model.embed_tokens)
+        residual = model.embed(batch.tokens.flatten())
         layers = model.first_layers()
         next_norms = [layer.input_norm for layer in layers[1:]] + [model.norm]
-        hidden = rms_norm(residual, layers[0].input_norm, eps)
+        hidden = model.first_norm(residual)
         inputs = {}
         for i, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
             if i in self.layers:
                 inputs[i] = residual
-            hidden = layer.attention(hidden, positions, model.cos_sin, attend, i)
-            hidden, residual = add_rms_norm(hidden, residual, layer.post_attention_norm, eps)
-            hidden, residual = add_rms_norm(layer.mlp(hidden), residual, next_norm, eps)
+            table = model.rope_table(layer)
+            hidden, residual = layer(hidden, residual, next_norm, positions, table, attend)
         shape = batch.tokens.shape
         kept = [inputs[i] for i in self.layers] or [residual[:, :0]]
         features = torch.cat(kept, dim=-1)
@@ -127,7 +128,15 @@ def check_layers(layers: tuple[int, ...], num_layers: int) -> None:
 
 
 def load_target(model: str | None, config: ModelConfig, engine_config: EngineConfig) -> CausalLM:
-    """The model that the engine and the training share."""
+    """The model that the engine and the training share.
+
+    Raises UnsupportedModelError naming what the training's own attention and losses do not have.
+    """
+    for name in ("sliding_window", "attention_soft_cap", "logit_soft_cap", "latent"):
+        if getattr(config, name) is not None:
+            raise UnsupportedModelError(
+                f"train-draft: a target with a {name} ({config.architecture}) is not supported"
+            )
     device = engine_config.torch_device
     dtype = DTYPES.get(engine_config.dtype)
     if dtype is None:

@@ -68,6 +68,14 @@ def test_compiled_pieces_give_the_same_in_every_mode(compiled):
             assert same(run(runner, mode, MAX_TOKENS, seed), expected[seed])
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "gemma3_text"])
+def test_kernels_of_other_families_stay_operators(tmp_path, family):
+    """Experts, latents, norms of one plus the weight: what they promise of their layout holds."""
+    model = load(make_tiny(tmp_path / "model", layers=3, family=family))
+    runner = flat(model, backend="inductor", cache_dir=str(tmp_path / "cache"))
+    assert same(run(runner, NONE), run(flat(model), NONE))
+
+
 def test_nothing_is_compiled_from_a_copied_folder(compiled, tmp_path):
     """In a process whose own cache of Inductor's is empty: no piece, and no C++ kernel of one."""
     root, _, _ = compiled

@@ -16,7 +16,7 @@ from reference import transformers_from_gguf
 from tiny import make_tiny, read_json, read_tensors, write_checkpoint
 from torch import Tensor
 
-from specdec.verifier.gguf_file import ARCHITECTURES, GGUFFile, unpermute
+from specdec.verifier.gguf_file import GGUFFile, unpermute
 from specdec.verifier.hub import resolve_model
 from specdec.verifier.loading import read_config, save_first_layers
 from specdec.verifier.models.config import UnsupportedModelError
@@ -39,14 +39,21 @@ GGUF_NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+GEMMA_NAMES = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+LLAMA_LIKE = ("llama", "qwen2", "qwen3")
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, arch: str) -> str:
+    names = GGUF_NAMES | (GEMMA_NAMES if arch.startswith("gemma") else {})
     stem, kind = name.rsplit(".", 1)
     if stem.startswith("model.layers."):
         layer, stem = stem.removeprefix("model.layers.").split(".", 1)
-        return f"blk.{layer}.{GGUF_NAMES[stem]}.{kind}"
-    return f"{GGUF_NAMES[stem]}.{kind}"
+        return f"blk.{layer}.{names[stem]}.{kind}"
+    return f"{names[stem]}.{kind}"
 
 
 def permute(tensor: Tensor, num_heads: int) -> Tensor:
@@ -85,8 +92,10 @@ def write_gguf(
             tensor = permute(tensor, heads)
         if arch == "llama" and "k_proj" in name:
             tensor = permute(tensor, kv_heads)
+        if arch.startswith("gemma") and name.endswith("norm.weight"):
+            tensor = tensor + 1
         data, kind = tensor.numpy(), quant if tensor.dim() > 1 else Quant.F32
-        writer.add_tensor(gguf_name(name), quantize(data, kind), raw_dtype=kind)
+        writer.add_tensor(gguf_name(name, arch), quantize(data, kind), raw_dtype=kind)
     if change is not None:
         change(writer)
     writer.write_header_to_file()
@@ -97,7 +106,7 @@ def write_gguf(
 
 
 @pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", LLAMA_LIKE)
 def test_equals_the_folder_it_was_made_from(tmp_path: Path, arch: str, tie: bool) -> None:
     folder = make_tiny(tmp_path / "hf", family=arch, tie=tie, heads=6, kv_heads=2, eos=2, bos=1)
     path = write_gguf(tmp_path / "model.gguf", folder, arch=arch)
@@ -112,6 +121,39 @@ def test_equals_the_folder_it_was_made_from(tmp_path: Path, arch: str, tie: bool
     for name, slot in ours.weight_slots().items():
         assert torch.equal(slot, slots[name]), name
     assert relative_error(logits_of(ours, IDS), logits_of(theirs, IDS)) < 1e-6
+
+
+@pytest.mark.parametrize("arch", ["gemma2", "gemma3"])
+def test_gemma(tmp_path: Path, arch: str) -> None:
+    """Norms are stored plus one, and what the file leaves out is as llama.cpp has it."""
+    family = {"gemma2": "gemma2", "gemma3": "gemma3_text"}[arch]
+    fields = {"head_dim": 16, "query_pre_attn_scalar": 16, "tie": True, "layers": 3}
+    if arch == "gemma3":
+        fields |= {"rope_local_base_freq": 10000.0, "sliding_window_pattern": 3}
+    folder = make_tiny(tmp_path / "hf", family=family, **fields)
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.add_sliding_window(6)
+        if arch == "gemma2":
+            writer.add_attn_logit_softcapping(5.0)
+            writer.add_final_logit_softcapping(9.0)
+        else:
+            writer.add_sliding_window_pattern([True, True, False])
+
+    path = write_gguf(tmp_path / "model.gguf", folder, arch=arch, change=add)
+    ours, theirs = load(path), load(folder)
+    for name in ("sliding_window", "sliding_layers", "local_rope", "attention_scale"):
+        assert getattr(ours.config, name) == getattr(theirs.config, name), name
+    assert set(ours.weight_slots()) == set(theirs.weight_slots())
+    assert relative_error(logits_of(ours, IDS), Oracle(folder).logits(IDS)) < 1e-4
+
+
+@pytest.mark.parametrize(("arch", "layers"), [("gemma2", 46), ("gemma3", 62)])
+def test_the_27b_gemmas_scale_by_their_width(tmp_path: Path, arch: str, layers: int) -> None:
+    family = {"gemma2": "gemma2", "gemma3": "gemma3_text"}[arch]
+    folder = make_tiny(tmp_path / "hf", family=family, layers=layers, hidden=96, ffn=8)
+    path = write_gguf(tmp_path / "model.gguf", folder, arch=arch)
+    assert read_config(path).attention_scale == 24**-0.5
 
 
 def test_biases_are_permuted_too(tmp_path: Path) -> None:

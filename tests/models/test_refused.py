@@ -35,6 +35,8 @@ def edit(folder: Path, **fields: Any) -> Path:
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "layer to layer"),
         ({"rope_scaling": {"type": "linear"}}, "rope field 'factor'"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
+        ({"sliding_window": 64}, "sliding_window=64"),
         ({"num_attention_heads": 3}, "num_attention_heads=3 .*num_key_value_heads=2"),
         ({"dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
     ],
@@ -47,35 +49,6 @@ def test_unsupported_configs(tmp_path: Path, fields: dict[str, Any], named: str)
     with pytest.raises(UnsupportedModelError, match=named) as error:
         read_config(folder)
     assert "config.json" in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("family", "fields", "active"),
-    [
-        ("mistral", {"sliding_window": 64}, True),
-        ("mistral", {"sliding_window": 512}, False),
-        ("mistral", {"sliding_window": None, "max_position_embeddings": 8192}, False),
-        ("qwen2", {"sliding_window": 64, "use_sliding_window": True}, True),
-        ("qwen2", {"sliding_window": 64, "use_sliding_window": False}, False),
-        ("qwen3", {"sliding_window": None, "use_sliding_window": True}, False),
-    ],
-)
-def test_sliding_windows(tmp_path: Path, family: str, fields: dict[str, Any], active: bool) -> None:
-    folder = make_tiny(tmp_path, family=family, **fields)
-    if not active:
-        assert read_config(folder).num_layers == 2
-        return
-    with pytest.raises(UnsupportedModelError, match="sliding_window=64"):
-        read_config(folder)
-
-
-def test_sliding_window_that_a_mistral_config_leaves_out(tmp_path: Path) -> None:
-    folder = make_tiny(tmp_path, family="mistral", max_position_embeddings=8192)
-    config = read_json(folder / "config.json")
-    del config["sliding_window"]
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModelError, match="sliding_window=4096"):
-        read_config(folder)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The training forward is the engine's model: its states, its logits, its choices."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,11 +10,14 @@ from oracle import Oracle
 from paged import logits_of
 from tiny import make_tiny
 
+from specdec.config import EngineConfig
 from specdec.train.rows import PackedRows
-from specdec.train.target import default_layers
+from specdec.train.target import default_layers, load_target
+from specdec.verifier.loading import read_config
+from specdec.verifier.models.config import UnsupportedModelError
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe"])
 def test_logits_and_states_of_packed_documents(tmp_path: Path, family: str) -> None:
     """Float32 sums in another order: equal to a few parts in a million of the largest logit."""
     folder = make_tiny(tmp_path, layers=4, vocab=64, family=family, **SHAPE)
@@ -53,3 +57,19 @@ def test_ids_that_the_engine_never_emits_are_no_choice(tmp_path: Path) -> None:
 )
 def test_default_layers_ascend(num_layers: int, layers: tuple[int, ...]) -> None:
     assert default_layers(num_layers) == layers
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "named"),
+    [
+        ("mistral", {"sliding_window": 8}, "sliding_window"),
+        ("gemma2", {"sliding_window": 512}, "attention_soft_cap"),
+        ("deepseek_v2", {}, "latent"),
+    ],
+)
+def test_targets_that_training_does_not_follow(
+    tmp_path: Path, family: str, fields: dict[str, Any], named: str
+) -> None:
+    folder = make_tiny(tmp_path, family=family, **fields)
+    with pytest.raises(UnsupportedModelError, match=f"train-draft: a target with a {named} "):
+        load_target(str(folder), read_config(folder), EngineConfig(device="cpu"))

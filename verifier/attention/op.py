@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from specdec.kernels.latent_attention import write_latent
 from specdec.kernels.qkv import qkv_rope_write_kv
 from specdec.kernels.rope import rope_write_kv
 from specdec.verifier.attention.base import AttentionBackend, AttentionMetadata
@@ -33,7 +34,11 @@ class LayerAttention(Protocol):
         sliding_window: int | None = None,
         soft_cap: float | None = None,
     ) -> Tensor:
-        """[T, H, D]"""
+        """[T, H, D]
+
+        Over a cache of latents queries and keys come rotated: absorbed queries [T, H, C + P], keys
+        [T, 1, C + P] of which the first C features are the value; the result is [T, H, C].
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,12 @@ class PagedAttention:
     ) -> Tensor:
         keys, values = self.kv_cache.keys[layer], self.kv_cache.values[layer]
         slots = self.metadata.slot_mapping
+        latent_size = self.kv_cache.latent_size
+        if latent_size is not None:
+            row = key[:, 0]
+            write_latent(row[:, :latent_size], row[:, latent_size:], keys[:, :, 0], slots)
+            # Compiled pieces count on the layout of a new tensor.
+            return self.backend.forward(query, keys, values, self.metadata, scale).contiguous()
         query = rope_write_kv(query, key, value, cos_sin, positions, keys, values, slots)
         return self.backend.forward(
             query, keys, values, self.metadata, scale, sliding_window, soft_cap

@@ -8,17 +8,30 @@ from typing import Any
 
 import torch
 
+from specdec.verifier.models.fields import (
+    UnsupportedModelError,
+    boolean,
+    integer,
+    number,
+    token_ids,
+)
+from specdec.verifier.models.gemma_config import gemma_fields, gemma_json, parse_two_ropes
+from specdec.verifier.models.latent_config import (
+    LatentConfig,
+    deepseek_json,
+    latent_scale,
+    parse_deepseek_moe,
+    parse_latent,
+)
+from specdec.verifier.models.moe_config import MoeConfig, moe_json, parse_moe
 from specdec.verifier.models.rope import RopeConfig, parse_rope, rope_json
+from specdec.verifier.models.windows import parse_windows, windows_json
 
 DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
-
-
-class UnsupportedModelError(ValueError):
-    """The model needs something that this engine does not have; the message names it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,17 +41,41 @@ class Family:
     model_type: str
     qkv_bias: bool | None = None  # None: as the field attention_bias says
     qk_norm: bool = False
-    default_sliding_window: int | None = None  # where config.json has no such field
     default_head_size: int | None = None  # None: hidden_size / num_attention_heads
+    has_experts: bool = False
+    has_latents: bool = False  # multi-head latent attention
+    activation: str = "silu"  # of the gate: silu, or gelu_tanh
+    # Gemma's: norms of 1 + weight, norms on what attention and MLP give, embeddings times the
+    # root of their size, tied by default.
+    is_gemma: bool = False
     brings_code: bool = False  # its files come with code for what is known here; it is not run
 
 
 FAMILIES = {
     "LlamaForCausalLM": Family(model_type="llama"),
-    "MistralForCausalLM": Family(model_type="mistral", qkv_bias=False, default_sliding_window=4096),
+    "MistralForCausalLM": Family(model_type="mistral", qkv_bias=False),
     "Qwen2ForCausalLM": Family(model_type="qwen2", qkv_bias=True),
     "MiMoForCausalLM": Family(model_type="mimo", qkv_bias=True, brings_code=True),
     "Qwen3ForCausalLM": Family(model_type="qwen3", qk_norm=True, default_head_size=128),
+    "MixtralForCausalLM": Family(model_type="mixtral", qkv_bias=False, has_experts=True),
+    "Qwen2MoeForCausalLM": Family(model_type="qwen2_moe", has_experts=True),
+    "Qwen3MoeForCausalLM": Family(model_type="qwen3_moe", qk_norm=True, has_experts=True),
+    "DeepseekV2ForCausalLM": Family(
+        model_type="deepseek_v2", has_experts=True, has_latents=True, brings_code=True
+    ),
+    "DeepseekV3ForCausalLM": Family(
+        model_type="deepseek_v3", has_experts=True, has_latents=True, brings_code=True
+    ),
+    "Gemma2ForCausalLM": Family(
+        model_type="gemma2", default_head_size=256, activation="gelu_tanh", is_gemma=True
+    ),
+    "Gemma3ForCausalLM": Family(
+        model_type="gemma3_text",
+        qk_norm=True,
+        default_head_size=256,
+        activation="gelu_tanh",
+        is_gemma=True,
+    ),
 }
 
 
@@ -47,13 +84,14 @@ class ModelConfig:
     """Shape and constants of a decoder-only model. ``eos_token_ids`` may be empty."""
 
     architecture: str
+    implementation: str = "specdec"  # or "transformers", of any architecture
     vocab_size: int  # rows of embedding and head, padding included
     hidden_size: int
     intermediate_size: int
     num_layers: int
     num_heads: int
     num_kv_heads: int
-    head_size: int
+    head_size: int  # of the keys in the cache
     max_position_embeddings: int
     rms_norm_eps: float
     rope: RopeConfig
@@ -62,12 +100,20 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    moe: MoeConfig | None = None
+    latent: LatentConfig | None = None
+    attention_scale: float | None = None  # of the scores; None: 1 / sqrt(head_size)
+    attention_soft_cap: float | None = None  # bounds the scores
+    logit_soft_cap: float | None = None
+    sliding_window: int | None = None  # tokens that a sliding layer sees, the row's own included
+    sliding_layers: tuple[int, ...] = ()
+    local_rope: RopeConfig | None = None  # of the sliding layers, where it is another
     dtype: torch.dtype = torch.float32  # of the checkpoint
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.architecture not in FAMILIES:
+        if self.implementation == "specdec" and self.architecture not in FAMILIES:
             raise UnsupportedModelError(
                 f"architecture {self.architecture!r} is not supported; supported: "
                 f"{', '.join(FAMILIES)}"
@@ -82,6 +128,24 @@ class ModelConfig:
                 f"the rotary part of a head ({self.rope.rotary_dim}) is larger than the head "
                 f"({self.head_size})"
             )
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.architecture]
+
+    def window_of(self, layer: int) -> int | None:
+        """Tokens that a layer's rows see, or None for all."""
+        return self.sliding_window if layer in self.sliding_layers else None
+
+    @property
+    def latent_size(self) -> int | None:
+        """Leading features of a cached key that are its value; None where values are apart."""
+        return None if self.latent is None else self.latent.latent_size
+
+    @property
+    def value_size(self) -> int:
+        """Features of a head that attention gives."""
+        return self.latent_size or self.head_size
 
     @property
     def q_size(self) -> int:
@@ -123,7 +187,9 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
     """A config.json that ``config_from_json`` and transformers 4 and 5 read."""
     eos = list(config.eos_token_ids)
     rope = rope_json(config.rope)
-    if config.rope.rotary_dim != config.head_size:
+    if config.latent is not None:
+        rope["mscale_all_dim"] = config.latent.mscale_all_dim
+    elif config.rope.rotary_dim != config.head_size:
         rope["partial_rotary_factor"] = config.rope.rotary_dim / config.head_size
     dtype = str(config.dtype).removeprefix("torch.")
     content: dict[str, Any] = {
@@ -144,6 +210,7 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
         "rope_parameters": rope,
         "tie_word_embeddings": config.tie_word_embeddings,
         "attention_bias": config.o_bias,
+        "qkv_bias": config.qkv_bias,
         "mlp_bias": config.mlp_bias,
         "torch_dtype": dtype,
         "dtype": dtype,
@@ -151,8 +218,15 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
         "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
         "pad_token_id": None,
     }
-    if config.architecture == "MistralForCausalLM":
-        content["sliding_window"] = None
+    content |= windows_json(
+        config.sliding_window, config.sliding_layers, content["model_type"], config.num_layers
+    )
+    if config.family.is_gemma:
+        content |= gemma_json(config)
+    if config.latent is not None:
+        content |= deepseek_json(config)
+    elif config.moe is not None:
+        content |= moe_json(config.moe, content["model_type"])
     return content
 
 
@@ -161,9 +235,12 @@ def _parse(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelCon
     family = FAMILIES[architecture]
     _refuse_unsupported(config, family)
 
-    hidden_size = _integer(config, "hidden_size")
-    num_heads = _integer(config, "num_attention_heads")
-    head_size = _integer(config, "head_dim", family.default_head_size or 0, minimum=0)
+    hidden_size = integer(config, "hidden_size")
+    num_heads = integer(config, "num_attention_heads")
+    head_size = integer(config, "head_dim", family.default_head_size or 0, minimum=0)
+    latent = parse_latent(config, family.model_type) if family.has_latents else None
+    if latent is not None:
+        head_size = latent.rotated_size
     if head_size == 0:
         if hidden_size % num_heads:
             raise ValueError(
@@ -171,35 +248,66 @@ def _parse(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelCon
                 "and there is no head_dim"
             )
         head_size = hidden_size // num_heads
-    max_position = _integer(config, "max_position_embeddings")
+    max_position = integer(config, "max_position_embeddings")
+    local_rope = None
     try:
-        rope = parse_rope(config, head_size=head_size, max_position=max_position)
+        if family.model_type == "gemma3_text":
+            rope, local_rope = parse_two_ropes(
+                config, head_size=head_size, max_position=max_position
+            )
+        else:
+            rope = parse_rope(config, head_size=head_size, max_position=max_position)
     except ValueError as error:
         raise UnsupportedModelError(str(error)) from error
     if rope.rope_type == "yarn":
         # Files in the field give YaRN's factor beside the context length before extension.
         max_position = max(max_position, int(rope.original_max_position * rope.factor))
-    attention_bias = _boolean(config, "attention_bias", False)
-    eos = _token_ids(generation, "eos_token_id") or _token_ids(config, "eos_token_id")
-    bos = _token_ids(config, "bos_token_id")
+    num_layers = integer(config, "num_hidden_layers")
+    window, sliding_layers = parse_windows(
+        config, family.model_type, num_layers=num_layers, max_position=max_position
+    )
+    attention_bias = boolean(config, "attention_bias", False)
+    qkv_bias = family.qkv_bias
+    if family.model_type == "qwen2_moe":
+        qkv_bias = boolean(config, "qkv_bias", True)
+    num_kv_heads = integer(config, "num_key_value_heads", num_heads)
+    own: dict[str, Any] = {}
+    if family.is_gemma:
+        own = gemma_fields(config, family.model_type)
+    if latent is not None:
+        num_kv_heads, head_size = 1, latent.latent_size + latent.rotated_size
+        own = {"attention_scale": latent_scale(latent, rope)}
+    moe = None
+    if family.has_experts:
+        parse = parse_moe if latent is None else parse_deepseek_moe
+        moe = parse(config, family.model_type)
+    eos = token_ids(generation, "eos_token_id") or token_ids(config, "eos_token_id")
+    bos = token_ids(config, "bos_token_id")
     return ModelConfig(
         architecture=architecture,
-        vocab_size=_integer(config, "vocab_size"),
+        vocab_size=integer(config, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=_integer(config, "intermediate_size"),
-        num_layers=_integer(config, "num_hidden_layers"),
+        intermediate_size=integer(config, "intermediate_size"),
+        num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=_integer(config, "num_key_value_heads", num_heads),
+        num_kv_heads=num_kv_heads,
         head_size=head_size,
         max_position_embeddings=max_position,
-        rms_norm_eps=_number(config, "rms_norm_eps", 1e-6),
+        rms_norm_eps=number(config, "rms_norm_eps", 1e-6),
         rope=rope,
-        tie_word_embeddings=_boolean(config, "tie_word_embeddings", False),
-        qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
-        o_bias=attention_bias if family.qkv_bias is None else False,
-        mlp_bias=_boolean(config, "mlp_bias", False) and family.model_type == "llama",
+        tie_word_embeddings=boolean(config, "tie_word_embeddings", family.is_gemma),
+        qkv_bias=attention_bias if qkv_bias is None else qkv_bias,
+        o_bias=attention_bias if qkv_bias is None else False,
+        mlp_bias=boolean(config, "mlp_bias", False)
+        and family.model_type in ("llama", "deepseek_v2"),
         qk_norm=family.qk_norm,
-        dtype=_dtype(config),
+        moe=moe,
+        latent=latent,
+        sliding_window=window,
+        sliding_layers=sliding_layers,
+        local_rope=local_rope,
+        **own,
+        dtype=config_dtype(config),
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=eos,
     )
@@ -214,83 +322,45 @@ def _architecture(config: Mapping[str, Any]) -> str:
     if len(names) != 1 or names[0] not in FAMILIES:
         raise UnsupportedModelError(
             f"architecture {', '.join(map(str, names))} is not supported; supported: "
-            f"{', '.join(FAMILIES)}"
+            f"{', '.join(FAMILIES)}; model_impl='transformers' serves others"
         )
     return str(names[0])
 
 
-def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
+def refuse_foreign_parts(config: Mapping[str, Any], *, brings_code: bool = False) -> None:
+    """Raise UnsupportedModelError for quantised weights, or code that the model brings itself.
+
+    ``brings_code``: its files come with code for what is known here; it is not run.
+    """
     quantization = config.get("quantization_config")
     if quantization:
         method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
         raise UnsupportedModelError(
             f"quantization_config (method {method!r}) is not supported; load unquantised weights"
         )
-    has_code = config.get("auto_map") and not family.brings_code
+    has_code = config.get("auto_map") and not brings_code
     if has_code or config.get("trust_remote_code"):
         raise UnsupportedModelError(
             "the model brings its own code (auto_map, trust_remote_code), which is never run"
         )
-    activation = config.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise UnsupportedModelError(f"hidden_act {activation!r} is not supported; supported: silu")
-    layer_types = config.get("layer_types") or []
-    others = sorted({str(kind) for kind in layer_types if kind != "full_attention"})
-    if others:
-        raise UnsupportedModelError(f"layer_types {', '.join(others)} are not supported")
-    window = config.get("sliding_window", family.default_sliding_window)
-    if family.model_type in ("mimo", "qwen2", "qwen3") and not config.get(
-        "use_sliding_window", False
-    ):
-        window = None
-    if window is not None and window < _integer(config, "max_position_embeddings"):
+
+
+def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
+    refuse_foreign_parts(config, brings_code=family.brings_code)
+    field, known = "hidden_act", ["silu", "swish"]
+    if family.is_gemma:
+        field, known = "hidden_activation", ["gelu_pytorch_tanh"]
+    activation = config.get(field) or known[0]
+    if activation not in known:
         raise UnsupportedModelError(
-            f"sliding_window={window} is active (shorter than max_position_embeddings), and "
-            "sliding windows are not supported yet"
+            f"{field} {activation!r} is not supported; supported: {known[0]}"
         )
+    if config.get("use_bidirectional_attention"):
+        raise UnsupportedModelError("use_bidirectional_attention is not supported")
 
 
-_REQUIRED = object()
-
-
-def _integer(
-    config: Mapping[str, Any], name: str, default: Any = _REQUIRED, *, minimum: int = 1
-) -> int:
-    value = config.get(name)
-    if value is None:
-        value = default
-    if value is _REQUIRED:
-        raise ValueError(f"the field {name} is missing")
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise ValueError(f"{name} must be an integer of at least {minimum}, got {value!r}")
-    return value
-
-
-def _number(config: Mapping[str, Any], name: str, default: float) -> float:
-    value = config.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-        raise ValueError(f"{name} must be a number of at least 0, got {value!r}")
-    return float(value)
-
-
-def _boolean(config: Mapping[str, Any], name: str, default: bool) -> bool:
-    value = config.get(name)
-    if value is None:
-        value = default
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be true or false, got {value!r}")
-    return value
-
-
-def _token_ids(config: Mapping[str, Any], name: str) -> tuple[int, ...]:
-    value = config.get(name)
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if any(isinstance(item, bool) or not isinstance(item, int) or item < 0 for item in ids):
-        raise ValueError(f"{name} must be a token id or a list of token ids, got {value!r}")
-    return tuple(ids)
-
-
-def _dtype(config: Mapping[str, Any]) -> torch.dtype:
+def config_dtype(config: Mapping[str, Any]) -> torch.dtype:
+    """The dtype of a checkpoint's weights, as its config.json says."""
     value = config.get("dtype") or config.get("torch_dtype") or "float32"
     name = str(value).removeprefix("torch.")
     if name not in DTYPES:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from specdec.kernels.activation import silu_mul
+from specdec.kernels.activation import gelu_tanh_mul, silu_mul
 from specdec.kernels.linear import linear, linear_silu_mul
 from specdec.kernels.norm import rms_norm
 from specdec.verifier.attention.op import LayerAttention, PagedAttention
@@ -67,6 +67,7 @@ class Attention(nn.Module):
         self,
         config: ModelConfig,
         *,
+        sliding_window: int | None = None,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
@@ -74,8 +75,11 @@ class Attention(nn.Module):
         self.num_heads = config.num_heads
         self.num_kv_heads = config.num_kv_heads
         self.head_size = config.head_size
-        self.scale = config.head_size**-0.5
+        self.scale = config.attention_scale or config.head_size**-0.5
+        self.sliding_window = sliding_window
+        self.soft_cap = config.attention_soft_cap
         self.eps = config.rms_norm_eps
+        self.unit_offset = config.family.is_gemma
         self.qkv_proj = Linear(
             config.hidden_size,
             {"q_proj": config.q_size, "k_proj": config.kv_size, "v_proj": config.kv_size},
@@ -104,20 +108,30 @@ class Attention(nn.Module):
         layer: int,
         adapter_rows: AdapterRows | None = None,
     ) -> Tensor:
+        options = (self.scale, self.sliding_window, self.soft_cap)
         plain = adapter_rows is None and self.q_norm is None
         if plain and isinstance(attend, PagedAttention):
             weight, bias = self.qkv_proj.weight, self.qkv_proj.bias
-            out = attend.project(x, weight, bias, positions, cos_sin, layer, self.scale)
+            out = attend.project(x, weight, bias, positions, cos_sin, layer, *options)
             return self.o_proj(out.flatten(1))
         heads = self.qkv_proj(x, adapter_rows)
         heads = heads.unflatten(-1, (-1, self.head_size))  # [T, H + 2 G, D]
         sizes = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         q, k, v = heads.split(sizes, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
-            q = rms_norm(q, self.q_norm, self.eps)
-            k = rms_norm(k, self.k_norm, self.eps)
-        out = attend(q, k, v, positions, cos_sin, layer, self.scale)  # [T, H, D]
+            q = rms_norm(q, self.q_norm, self.eps, self.unit_offset)
+            k = rms_norm(k, self.k_norm, self.eps, self.unit_offset)
+        out = attend(q, k, v, positions, cos_sin, layer, *options)  # [T, H, D]
         return self.o_proj(out.flatten(1), adapter_rows)
+
+    def linears(self, prefix: str) -> Iterator[tuple[str, Linear]]:
+        """Projections that adapters can change, by their names' prefix."""
+        yield prefix, self.qkv_proj
+        yield prefix, self.o_proj
+
+    def last_weights(self) -> Iterator[Tensor]:
+        """The weight and bias of the last product."""
+        yield from self.o_proj.parameters()
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         yield from self.qkv_proj.weight_slots(prefix)
@@ -128,21 +142,29 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), gate and up in one product."""
+    """down(act(gate(x)) * up(x)), gate and up in one product."""
 
     def __init__(
-        self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str
+        self,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        width: int | None = None,
     ) -> None:
+        """``width``: features inside; ``intermediate_size`` of the config by default."""
         super().__init__()
+        width = width or config.intermediate_size
+        self.activation = config.family.activation
         self.gate_up_proj = Linear(
             config.hidden_size,
-            {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size},
+            {"gate_proj": width, "up_proj": width},
             bias=config.mlp_bias,
             dtype=dtype,
             device=device,
         )
         self.down_proj = Linear(
-            config.intermediate_size,
+            width,
             {"down_proj": config.hidden_size},
             bias=config.mlp_bias,
             dtype=dtype,
@@ -151,7 +173,9 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor, adapter_rows: AdapterRows | None = None) -> Tensor:
         gate_up = self.gate_up_proj
-        if gate_up.bias is not None:
+        if self.activation == "gelu_tanh":
+            hidden = gelu_tanh_mul(gate_up(x, adapter_rows))
+        elif gate_up.bias is not None:
             hidden = silu_mul(gate_up(x, adapter_rows))
         elif adapter_rows is None or gate_up.adapters is None:
             hidden = linear_silu_mul(x, gate_up.weight)
@@ -159,29 +183,13 @@ class MLP(nn.Module):
             hidden = gate_up.adapters.linear_silu_mul(x, gate_up.weight, adapter_rows)
         return self.down_proj(hidden, adapter_rows)
 
+    def linears(self, prefix: str) -> Iterator[tuple[str, Linear]]:
+        yield prefix, self.gate_up_proj
+        yield prefix, self.down_proj
+
+    def last_weights(self) -> Iterator[Tensor]:
+        yield from self.down_proj.parameters()
+
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         yield from self.gate_up_proj.weight_slots(prefix)
         yield from self.down_proj.weight_slots(prefix)
-
-
-class DecoderLayer(nn.Module):
-    """The weights of one layer; ``CausalLM.forward`` fuses its norms with the residual adds."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
-        super().__init__()
-        self.input_norm = empty_parameter(config.hidden_size, dtype=dtype, device=device)
-        self.attention = Attention(config, dtype=dtype, device=device)
-        self.post_attention_norm = empty_parameter(config.hidden_size, dtype=dtype, device=device)
-        self.mlp = MLP(config, dtype=dtype, device=device)
-
-    def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
-        yield f"{prefix}.input_layernorm.weight", self.input_norm
-        yield from self.attention.weight_slots(f"{prefix}.self_attn")
-        yield f"{prefix}.post_attention_layernorm.weight", self.post_attention_norm
-        yield from self.mlp.weight_slots(f"{prefix}.mlp")

@@ -1,5 +1,6 @@
-"""The Llama family: Llama, Mistral, Qwen2 (biases) and Qwen3 (norms on queries and keys)."""
+"""The decoder-only language model that all families share; their layers differ."""
 
+from collections.abc import Iterator
 from typing import cast
 
 import torch
@@ -9,12 +10,13 @@ from torch.nn import functional as F
 from specdec.kernels.argmax import argmax
 from specdec.kernels.linear import linear, linear_argmax
 from specdec.kernels.lora import lora_embedding_
-from specdec.kernels.norm import add_rms_norm, rms_norm
+from specdec.kernels.norm import rms_norm
 from specdec.verifier.attention.base import AttentionBackend, AttentionMetadata
 from specdec.verifier.attention.op import LayerAttention, OpaqueAttention, PagedAttention
 from specdec.verifier.kv_cache import KVCache
 from specdec.verifier.models.config import ModelConfig
-from specdec.verifier.models.layers import DecoderLayer, empty_parameter
+from specdec.verifier.models.decoder import DecoderLayer
+from specdec.verifier.models.layers import Linear, empty_parameter
 from specdec.verifier.models.lora import AdapterRows, LoraStack
 from specdec.verifier.models.rope import cos_sin_table
 
@@ -40,7 +42,7 @@ class CausalLM(nn.Module):
             config.vocab_size, config.hidden_size, dtype=dtype, device=device
         )
         self.layers = nn.ModuleList(
-            DecoderLayer(config, dtype=dtype, device=device) for _ in range(config.num_layers)
+            DecoderLayer(config, i, dtype=dtype, device=device) for i in range(config.num_layers)
         )
         self.norm = empty_parameter(config.hidden_size, dtype=dtype, device=device)
         # A tied head is the embedding itself, not another parameter.
@@ -53,9 +55,17 @@ class CausalLM(nn.Module):
         self.feature_layers: tuple[int, ...] = ()
         self.embed_adapters: LoraStack | None = None
         self.head_adapters: LoraStack | None = None
-        cos_sin = cos_sin_table(config.rope, config.max_position_embeddings, device)
+        context = config.max_position_embeddings
+        cos_sin = cos_sin_table(config.rope, context, device)
         self.cos_sin: Tensor  # [max_position_embeddings, rotary_dim] float32
         self.register_buffer("cos_sin", cos_sin, persistent=False)
+        local = config.local_rope
+        local_cos_sin = None if local is None else cos_sin_table(local, context, device)
+        self.local_cos_sin: Tensor | None
+        self.register_buffer("local_cos_sin", local_cos_sin, persistent=False)
+        # Rounded to the dtype as the embeddings are.
+        scale = config.hidden_size**0.5 if config.family.is_gemma else 1.0
+        self.embedding_scale = float(torch.tensor(scale).to(dtype))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -107,22 +117,18 @@ class CausalLM(nn.Module):
         adapter_rows: AdapterRows | None = None,
     ) -> Tensor:
         """The model itself. Written so that a trace of it holds no size and no layer's number."""
-        eps = self.config.rms_norm_eps
         layers = self.first_layers(num_layers)
         # The norm that follows layer i is the next layer's, or the final one.
         next_norms = [layer.input_norm for layer in layers[1:]] + [self.norm]
-        residual = F.embedding(input_ids, self.embed_tokens)
-        if adapter_rows is not None and self.embed_adapters is not None:
-            a, b = self.embed_adapters.a, self.embed_adapters.b
-            lora_embedding_(residual, input_ids, a, b, adapter_rows.slots)
+        residual = self.embed(input_ids, adapter_rows)
         wanted = set(self.feature_layers if num_layers is None else ())
         features = {0: residual}  # number of layers -> the residual stream after them
-        hidden = rms_norm(residual, layers[0].input_norm, eps)
+        hidden = self.first_norm(residual)
         for i, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
-            hidden = layer.attention(hidden, positions, self.cos_sin, attend, i, adapter_rows)
-            hidden, residual = add_rms_norm(hidden, residual, layer.post_attention_norm, eps)
-            hidden = layer.mlp(hidden, adapter_rows)
-            hidden, residual = add_rms_norm(hidden, residual, next_norm, eps)
+            table = self.rope_table(layer)
+            hidden, residual = layer(
+                hidden, residual, next_norm, positions, table, attend, adapter_rows
+            )
             if i + 1 in wanted:
                 features[i + 1] = residual
         if wanted:
@@ -139,6 +145,24 @@ class CausalLM(nn.Module):
         size = self.config.hidden_size
         return out[:, :size], out[:, size:]
 
+    def embed(self, input_ids: Tensor, adapter_rows: AdapterRows | None = None) -> Tensor:
+        """The residual stream before the first layer, [T, hidden]."""
+        residual = F.embedding(input_ids, self.embed_tokens)
+        if adapter_rows is not None and self.embed_adapters is not None:
+            a, b = self.embed_adapters.a, self.embed_adapters.b
+            lora_embedding_(residual, input_ids, a, b, adapter_rows.slots)
+        return residual if self.embedding_scale == 1.0 else residual * self.embedding_scale
+
+    def first_norm(self, residual: Tensor) -> Tensor:
+        """The norm of the first layer; each other one belongs to the layer before it."""
+        first = self.first_layers(1)[0]
+        return rms_norm(residual, first.input_norm, *first.norm_settings)
+
+    def rope_table(self, layer: DecoderLayer) -> Tensor:
+        """Cosines and sines of a layer's rotary embedding."""
+        local = self.local_cos_sin if layer.has_local_rope else None
+        return self.cos_sin if local is None else local
+
     def compute_logits(self, hidden: Tensor, adapter_slots: Tensor | None = None) -> Tensor:
         """hidden [N, hidden] -> [N, vocab] float32, the sums never rounded to the model's dtype.
 
@@ -147,7 +171,8 @@ class CausalLM(nn.Module):
         logits = linear(hidden, self.lm_head, out_dtype=torch.float32)
         if adapter_slots is not None and self.head_adapters is not None:
             self.head_adapters.add_delta_(logits, hidden, adapter_slots)
-        return logits
+        cap = self.config.logit_soft_cap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def greedy_tokens(
         self,
@@ -158,15 +183,17 @@ class CausalLM(nn.Module):
         """The argmax of ``compute_logits`` over the ids below ``vocab_size``, [N] int64, and
         whether none of those logits is NaN or infinite at the top, [N] bool.
 
-        Ties go to the lowest id. On a GPU the logits are not written out, unless heads are adapted.
+        Ties go to the lowest id. On a GPU the logits are not written out, unless heads are adapted
+        or a soft cap, which makes large ones equal, has its say.
         """
-        if adapter_slots is not None and self.head_adapters is not None:
+        is_adapted = adapter_slots is not None and self.head_adapters is not None
+        if is_adapted or self.config.logit_soft_cap is not None:
             return argmax(self.compute_logits(hidden, adapter_slots), vocab_size)
         return linear_argmax(hidden, self.lm_head, vocab_size)
 
     def kv_bytes_per_block(self, block_size: int) -> int:
         config = self.config
-        positions = 2 * config.num_layers * block_size
+        positions = (2 if config.latent is None else 1) * config.num_layers * block_size
         return positions * config.num_kv_heads * config.head_size * self.dtype.itemsize
 
     def make_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
@@ -179,7 +206,13 @@ class CausalLM(nn.Module):
             head_size=self.config.head_size,
             dtype=self.dtype,
             device=self.device,
+            latent_size=self.config.latent_size,
         )
+
+    def linears(self) -> Iterator[tuple[str, Linear]]:
+        """Every layer that adapters can change, by its names' prefix; embedding and head aside."""
+        for i, layer in enumerate(self.first_layers()):
+            yield from layer.linears(f"model.layers.{i}")
 
     def weight_slots(self) -> dict[str, Tensor]:
         """Where each tensor of a checkpoint goes: its Hugging Face name -> a view of the weights.

@@ -27,12 +27,14 @@ def close(result: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(result, wanted, rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize("unit_offset", [False, True])
 @pytest.mark.parametrize("size", [63, 75, 333, 2048])
-def test_norms(size) -> None:
+def test_norms(size, unit_offset) -> None:
     x, residual, weight = randn(5, size), randn(5, size, seed=1), randn(size, seed=2)
-    close(norm_triton.rms_norm(x, weight, 1e-5), norm.rms_norm_reference(x, weight, 1e-5))
-    normed, new_residual = norm_triton.add_rms_norm(x, residual, weight, 1e-5)
-    wanted, wanted_residual = norm.add_rms_norm_reference(x, residual, weight, 1e-5)
+    settings = (weight, 1e-5, unit_offset)
+    close(norm_triton.rms_norm(x, *settings), norm.rms_norm_reference(x, *settings))
+    normed, new_residual = norm_triton.add_rms_norm(x, residual, *settings)
+    wanted, wanted_residual = norm.add_rms_norm_reference(x, residual, *settings)
     close(normed, wanted)
     assert torch.equal(new_residual, wanted_residual)
 
@@ -43,9 +45,14 @@ def test_norm_of_heads_in_a_wider_row() -> None:
 
 
 @pytest.mark.parametrize("width", [63, 75, 2333])
-def test_silu_mul(width) -> None:
+def test_gated_activations(width) -> None:
     gate_up = 5 * randn(5, 2 * width)
     close(activation_triton.silu_mul(gate_up), activation.silu_mul_reference(gate_up))
+    wanted = activation.gelu_tanh_mul_reference(gate_up)
+    # PyTorch adds 1 to a tanh near -1, which costs it digits.
+    torch.testing.assert_close(
+        activation_triton.gelu_tanh_mul(gate_up), wanted, rtol=2e-6, atol=5e-6
+    )
 
 
 def fused_projection(head_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

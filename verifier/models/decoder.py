@@ -1,0 +1,87 @@
+"""One decoder layer, put together as its model's configuration says."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from specdec.kernels.norm import add_rms_norm, rms_norm
+from specdec.verifier.attention.op import LayerAttention
+from specdec.verifier.models.config import ModelConfig
+from specdec.verifier.models.latent import LatentAttention
+from specdec.verifier.models.layers import MLP, Attention, Linear, WeightSlot, empty_parameter
+from specdec.verifier.models.lora import AdapterRows
+from specdec.verifier.models.moe import SparseMLP
+
+
+class DecoderLayer(nn.Module):
+    """The weights of layer ``index``; its norms are fused with the residual adds."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        index: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__()
+
+        def norm() -> nn.Parameter:
+            return empty_parameter(config.hidden_size, dtype=dtype, device=device)
+
+        self.index = index
+        self.norm_settings = (config.rms_norm_eps, config.family.is_gemma)
+        window = config.window_of(index)
+        self.has_local_rope = window is not None and config.local_rope is not None
+        self.input_norm = norm()
+        self.attention: Attention | LatentAttention
+        if config.latent is None:
+            self.attention = Attention(config, sliding_window=window, dtype=dtype, device=device)
+        else:
+            self.attention = LatentAttention(config, dtype=dtype, device=device)
+        self.mlp_norm = norm()
+        # What attention and MLP give is normed before it is added to the residual stream.
+        self.attention_out_norm = norm() if config.family.is_gemma else None
+        self.mlp_out_norm = norm() if config.family.is_gemma else None
+        is_sparse = config.moe is not None and index not in config.moe.dense_layers
+        self.mlp: MLP | SparseMLP = (SparseMLP if is_sparse else MLP)(
+            config, dtype=dtype, device=device
+        )
+
+    def forward(
+        self,
+        hidden: Tensor,  # [T, hidden], the residual stream after this layer's first norm
+        residual: Tensor,  # [T, hidden]
+        next_norm: Tensor,  # the weight of the norm that follows
+        positions: Tensor,  # [T] int64
+        cos_sin: Tensor,
+        attend: LayerAttention,
+        adapter_rows: AdapterRows | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream after this layer, normed and as it is."""
+        norm = self.norm_settings
+        hidden = self.attention(hidden, positions, cos_sin, attend, self.index, adapter_rows)
+        if self.attention_out_norm is not None:
+            hidden = rms_norm(hidden, self.attention_out_norm, *norm)
+        hidden, residual = add_rms_norm(hidden, residual, self.mlp_norm, *norm)
+        hidden = self.mlp(hidden, adapter_rows)
+        if self.mlp_out_norm is not None:
+            hidden = rms_norm(hidden, self.mlp_out_norm, *norm)
+        return add_rms_norm(hidden, residual, next_norm, *norm)
+
+    def linears(self, prefix: str) -> Iterator[tuple[str, Linear]]:
+        """Projections that adapters can change, by their names' prefix."""
+        yield from self.attention.linears(f"{prefix}.self_attn")
+        yield from self.mlp.linears(f"{prefix}.mlp")
+
+    def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
+        yield f"{prefix}.input_layernorm.weight", self.input_norm
+        yield from self.attention.weight_slots(f"{prefix}.self_attn")
+        if self.attention_out_norm is None or self.mlp_out_norm is None:
+            yield f"{prefix}.post_attention_layernorm.weight", self.mlp_norm
+        else:
+            yield f"{prefix}.post_attention_layernorm.weight", self.attention_out_norm
+            yield f"{prefix}.pre_feedforward_layernorm.weight", self.mlp_norm
+            yield f"{prefix}.post_feedforward_layernorm.weight", self.mlp_out_norm
+        yield from self.mlp.weight_slots(f"{prefix}.mlp")
