@@ -1,5 +1,5 @@
-"""The command line: ``specdec generate``, ``serve``, ``graphs``, ``bench``, ``train-draft`` and
-``demo``.
+"""The command line: ``specdec generate``, ``serve``, ``graphs``, ``bench``, ``doctor``,
+``train-draft`` and ``demo``.
 
 Text and JSON go to standard output, everything said about them to standard error. A mistake of
 the user's is one line and exit code 2; SPECDEC_DEBUG=1 shows the traceback instead.
@@ -16,6 +16,7 @@ import typer
 
 from specdec import __version__
 from specdec.bench.command import bench
+from specdec.doctor.command import doctor
 from specdec.server.command import serve
 from specdec.train.command import train_draft
 
@@ -320,6 +321,7 @@ def graphs(
 
 app.command()(bench)
 app.command()(serve)
+app.command()(doctor)
 app.command("train-draft")(train_draft)
 
 

@@ -150,9 +150,23 @@ def resolve_uniform_query_lens(
     kept = tuple(q for q, (served, _) in resolved.items() if served.has_full_cudagraphs())
     # Support only falls with the query length, so the shortest is served best.
     served = next(iter(resolved.values()))[0]
-    reasons = list(dict.fromkeys(why for _, whys in resolved.values() for why in whys))
-    _warn_downgrade(mode, served, reasons)
+    _warn_downgrade(mode, served, downgrade_reasons(mode, support, resolved, piecewise_available))
     return served, kept
+
+
+def downgrade_reasons(
+    mode: CUDAGraphMode,
+    support: AttentionCGSupport,
+    uniform_query_lens: Iterable[int],
+    piecewise_available: bool,
+) -> list[str]:
+    """Why ``resolve_uniform_query_lens`` serves less than ``mode``; empty where it does not."""
+    reasons = [
+        why
+        for query_len in sorted(set(uniform_query_lens))
+        for why in _resolve(mode, support, query_len, piecewise_available)[1]
+    ]
+    return list(dict.fromkeys(reasons))
 
 
 def _resolve(

@@ -1,0 +1,199 @@
+"""What an engine of these fields would be, worked out from files alone.
+
+``specdec.build`` decides the same with the weights at hand; tests hold the two against each other.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from specdec.build import DEFAULT_MAX_NUM_SEQS
+from specdec.config import DTYPES, EngineConfig
+from specdec.doctor.subject import Side, Subject
+from specdec.drafters.adaptive import widths_up_to
+from specdec.drafters.draft_model import DraftModelDrafter
+from specdec.graph_setup import MAX_MIXED_TOKENS_OFF_GPU
+from specdec.kv_blocks import GPU_RESERVED_BYTES, kv_blocks
+from specdec.verifier.attention.base import AttentionBackend
+from specdec.verifier.attention.select import BackendChoice, choose_backend, default_block_size
+from specdec.verifier.dispatcher import CudagraphDispatcher
+from specdec.verifier.models.llama import CausalLM
+from specdec.verifier.models.registry import model_class
+from specdec.verifier.modes import (
+    CUDAGraphMode,
+    downgrade_reasons,
+    resolve_uniform_query_lens,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """The decisions. Sizes in bytes; ``num_blocks`` is None where memory does not hold one."""
+
+    device: torch.device
+    dtype: torch.dtype
+    draft_dtype: torch.dtype | None  # of a draft model
+    attention: BackendChoice
+    draft_attention: BackendChoice | None
+    asked_mode: CUDAGraphMode
+    mode: CUDAGraphMode
+    downgrades: tuple[str, ...]
+    allowed_k: tuple[int, ...]
+    full_k: tuple[int, ...]  # that have FULL graphs
+    dispatcher: CudagraphDispatcher
+    max_num_seqs: int
+    max_model_len: int
+    block_size: int
+    vocab_size: int  # ids that may be emitted
+    num_weights: int
+    weight_bytes: int
+    draft_weight_bytes: int  # 0 without a draft model
+    block_bytes: int  # of one KV block, the draft model's included
+    num_blocks: int | None
+    free_bytes: int | None  # of the GPU, before anything is loaded
+
+    @property
+    def max_k(self) -> int:
+        return max(self.allowed_k)
+
+    @property
+    def kv_tokens(self) -> int:
+        return (self.num_blocks or 0) * self.block_size
+
+
+def make_plan(subject: Subject, config: EngineConfig, k: int | str) -> Plan:
+    """Raises ValueError as ``Engine`` would, where files can tell."""
+    device = config.torch_device
+    target, draft = subject.target, subject.draft_model
+    k = k if subject.draft is not None else 0
+    widths = widths_up_to(config.k_max) if k == "auto" else [int(k)]
+    extra = [each for each in config.extra_k if each <= max(widths)]
+    allowed_k = tuple(sorted({0, *widths, *extra}))
+    block_size = config.kv_block_size
+    if not isinstance(block_size, int):
+        block_size = default_block_size(config.attention_backend)
+
+    dtype = _dtype(config, target, device)
+    attention = _attention(config, target, dtype, block_size)
+    model = _meta_model(target, dtype, attention.backend)
+    supports = [attention.backend.cg_support]
+    draft_dtype = draft_attention = draft_model = None
+    if draft is not None:
+        # A draft keeps its own dtype on a GPU.
+        own = replace(config, dtype="auto") if device.type == "cuda" else config
+        draft_dtype = _dtype(own, draft, device)
+        draft_attention = _attention(own, draft, draft_dtype, block_size)
+        draft_model = _meta_model(draft, draft_dtype, draft_attention.backend)
+        supports.append(draft_attention.backend.cg_support)
+
+    asked = config.graph_mode
+    support, query_lens = min(supports), [1 + each for each in allowed_k]
+    has_pieces = config.compilation.no_piecewise is None
+    mode, full_lens = resolve_uniform_query_lens(asked, support, query_lens, has_pieces)
+    max_num_seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS[device.type]
+    max_model_len = config.max_model_len or target.config.max_position_embeddings
+    vocab_size = target.config.vocab_size
+    if target.tokenizer is not None:
+        vocab_size = min(vocab_size, target.tokenizer.vocab_size)
+    weights, draft_weights = _num_bytes(model), _num_bytes(draft_model)
+    num_blocks, block_bytes, free = _memory(
+        config, model, draft_model, vocab_size, max_model_len, max_num_seqs, block_size
+    )
+    return Plan(
+        device=device,
+        dtype=dtype,
+        draft_dtype=draft_dtype,
+        attention=attention,
+        draft_attention=draft_attention,
+        asked_mode=asked,
+        mode=mode,
+        downgrades=tuple(downgrade_reasons(asked, support, query_lens, has_pieces)),
+        allowed_k=allowed_k,
+        full_k=tuple(each - 1 for each in full_lens),
+        dispatcher=_dispatcher(config, mode, full_lens or query_lens, max_num_seqs),
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        block_size=block_size,
+        vocab_size=vocab_size,
+        num_weights=sum(each.numel() for each in model.parameters()),
+        weight_bytes=weights,
+        draft_weight_bytes=draft_weights,
+        block_bytes=block_bytes,
+        num_blocks=num_blocks,
+        free_bytes=free,
+    )
+
+
+def _dtype(config: EngineConfig, side: Side, device: torch.device) -> torch.dtype:
+    if config.dtype != "auto":
+        return DTYPES[config.dtype]
+    return torch.float32 if device.type == "cpu" else side.config.dtype
+
+
+def _attention(
+    config: EngineConfig, side: Side, dtype: torch.dtype, block_size: int
+) -> BackendChoice:
+    return choose_backend(
+        config.attention_backend,
+        head_size=side.config.head_size,
+        dtype=dtype,
+        block_size=block_size,
+        device=config.torch_device,
+    )
+
+
+def _meta_model(side: Side, dtype: torch.dtype, backend: AttentionBackend) -> CausalLM:
+    """The model's shapes, without memory."""
+    return model_class(side.config)(
+        side.config, dtype=dtype, device="meta", attention_backend=backend
+    )
+
+
+def _num_bytes(model: CausalLM | None) -> int:
+    return 0 if model is None else sum(each.nbytes for each in model.parameters())
+
+
+def _memory(
+    config: EngineConfig,
+    model: CausalLM,
+    draft_model: CausalLM | None,
+    vocab_size: int,
+    max_model_len: int,
+    max_num_seqs: int,
+    block_size: int,
+) -> tuple[int | None, int, int | None]:
+    """Blocks of the pool (None: there is no room), bytes of one, and what the GPU has free."""
+    drafter = None
+    block_bytes = model.kv_bytes_per_block(block_size)
+    if draft_model is not None:
+        drafter = DraftModelDrafter(draft_model, vocab_size=vocab_size)
+        block_bytes += drafter.bytes_per_block(block_size)
+    if config.torch_device.type != "cuda":
+        sizes = (max_model_len, max_num_seqs, block_size)
+        return kv_blocks(config, model, drafter, *sizes), block_bytes, None
+    free, total = torch.cuda.mem_get_info(config.torch_device)
+    if config.num_kv_blocks is not None:
+        return config.num_kv_blocks, block_bytes, free
+    # The weights are not there yet.
+    budget = free - _num_bytes(model) - _num_bytes(draft_model) - GPU_RESERVED_BYTES
+    budget -= int((1 - config.gpu_memory_utilization) * total)
+    blocks = min(budget // block_bytes, -(-max_model_len // block_size) * max_num_seqs)
+    return (blocks if blocks > 0 else None), block_bytes, free
+
+
+def _dispatcher(
+    config: EngineConfig, mode: CUDAGraphMode, query_lens: Sequence[int], max_num_seqs: int
+) -> CudagraphDispatcher:
+    most = config.max_num_batched_tokens
+    if config.torch_device.type != "cuda":
+        most = min(most, max(max_num_seqs * max(query_lens), MAX_MIXED_TOKENS_OFF_GPU))
+    dispatcher = CudagraphDispatcher(max_num_seqs=max_num_seqs)
+    dispatcher.initialize_cudagraph_keys(
+        mode,
+        capture_sizes=config.capture_sizes,
+        uniform_query_lens=tuple(query_lens),
+        uniform_request_counts=config.uniform_request_counts,
+        max_num_batched_tokens=most,
+    )
+    return dispatcher
