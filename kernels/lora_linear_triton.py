@@ -23,10 +23,6 @@ from specdec.kernels.lora_rows import SlotTiles
 from specdec.kernels.lora_tiles import shrink_tile
 from specdec.kernels.lora_triton import Shrink, expand_, expand_silu_mul
 
-# More programs than this shrink in a launch of their own: beside the product each takes the shared
-# memory of one of its tiles, so that few run at a time.
-_MAX_BESIDE = 64
-
 
 @triton.jit(do_not_specialize=["num_rows", "num_shrink", "num_tiles"])
 def _linear_shrink_kernel(
@@ -123,7 +119,7 @@ def _linear_shrink_kernel(
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, shrink: Shrink) -> Tensor:
     """``linear``, and the shrunk rows beside it."""
-    if not is_skinny(x, weight) or shrink.num_programs > _MAX_BESIDE:
+    if not is_skinny(x, weight):
         shrink.launch()
         return linear(x, weight, bias)
     (num_rows, depth), num_features = x.shape, weight.shape[0]
