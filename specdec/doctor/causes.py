@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -12,6 +13,8 @@ from specdec.doctor.inside import step_of
 from specdec.doctor.subject import Subject
 from specdec.drafters.combined import CombinedDrafter
 from specdec.drafters.draft_model import DraftModelDrafter
+from specdec.drafters.eagle import EagleDrafter
+from specdec.drafters.eagle_head import EagleHead
 from specdec.drafters.layer_skip import LayerSkipDrafter
 from specdec.drafters.ngram import NgramDrafter
 from specdec.drafters.suffix import SuffixDrafter
@@ -93,9 +96,10 @@ def _dtype(
     result: Acceptance, engine: Engine, drafter: DraftModelDrafter, subject: Subject
 ) -> Iterator[Cause]:
     """The draft in float32, read from its files again, against the dtype that it runs in."""
-    if drafter.model.dtype == torch.float32 or subject.draft_model is None:
+    files = None if subject.draft_model is None else subject.draft_model.model
+    if drafter.model.dtype == torch.float32 or not isinstance(files, str | Path):
         return
-    wide = _in_float32(subject.draft_model.model, drafter.model)
+    wide = _in_float32(files, drafter.model)
     now = _mean_with(result, engine, drafter.model, drafter)
     mean = _mean_with(result, engine, wide, drafter)
     if mean <= now + GAIN and result.draft_finite:
@@ -120,7 +124,7 @@ def _mean_with(
     return predict(result.texts, guesses, result.k).mean
 
 
-def _in_float32(path: object, like: CausalLM) -> CausalLM:
+def _in_float32(path: str | Path, like: CausalLM) -> CausalLM:
     backend = select_backend(
         "auto",
         head_size=like.config.head_size,
@@ -129,7 +133,7 @@ def _in_float32(path: object, like: CausalLM) -> CausalLM:
         device=like.device,
     )
     return load_model(
-        path,  # type: ignore[arg-type]
+        path,
         dtype=torch.float32,
         device=like.device,
         attention_backend=backend,
@@ -149,10 +153,14 @@ def pass_cost(engine: Engine) -> float | None:
         layers = step.model.first_layers()
         skipped = sum(_num_bytes(layer) for layer in layers[drafter.num_layers :])
         return (whole - skipped) / whole
+    if isinstance(drafter, EagleDrafter) and isinstance(drafter.head, EagleHead):
+        head = drafter.head
+        # All drafts of a parallel head come from one pass, which this is not the cost of.
+        return None if head.config.parallel else _bytes_read(head) / whole
     return 0.0 if isinstance(drafter, NgramDrafter | SuffixDrafter) else None
 
 
-def _bytes_read(model: CausalLM) -> int:
+def _bytes_read(model: CausalLM | EagleHead) -> int:
     """All weights but an embedding of its own, of which a pass reads a row per token."""
     own = model.embed_tokens.nbytes if model.lm_head is not model.embed_tokens else 0
     return _num_bytes(model) - own

@@ -4,10 +4,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from specdec.doctor.report import FAULT, OK, UNSEEN, WARNING, Check
-from specdec.doctor.subject import Side
+from specdec.sources import Source
 from specdec.tokenizer import Tokenizer
 from specdec.verifier.hub import resolve_model
 from specdec.verifier.loading import open_checkpoint
+from specdec.verifier.models.llama import CausalLM
 
 # A turn of each side, to see how a template writes the end of one.
 TURNS = (
@@ -16,7 +17,7 @@ TURNS = (
 )
 
 
-def model_checks(side: Side, role: str) -> Iterator[Check]:
+def model_checks(side: Source, role: str) -> Iterator[Check]:
     """Checks of one model; ``role`` ("target", "draft") is part of their names."""
     yield _weights(side, role)
     yield _context(side, role)
@@ -34,8 +35,10 @@ def model_checks(side: Side, role: str) -> Iterator[Check]:
         yield _template(side.tokenizer)
 
 
-def _weights(side: Side, role: str) -> Check:
+def _weights(side: Source, role: str) -> Check:
     name = f"{role} weights"
+    if isinstance(side.model, CausalLM):
+        return Check(name=name, status=OK, found="the model is in memory already")
     # A hub id's weights may be large, and are not fetched to be looked at.
     path = resolve_model(side.model)
     has_weights = path.is_file() or any(path.glob("*.safetensors"))
@@ -55,7 +58,7 @@ def _weights(side: Side, role: str) -> Check:
     return Check(name=name, status=OK, found=found)
 
 
-def _rows(side: Side, tokenizer: Tokenizer, role: str) -> Check:
+def _rows(side: Source, tokenizer: Tokenizer, role: str) -> Check:
     """Rows of embedding and head against ids of the tokenizer."""
     rows, ids = side.config.vocab_size, tokenizer.vocab_size
     name = f"{role} vocabulary"
@@ -72,7 +75,7 @@ def _rows(side: Side, tokenizer: Tokenizer, role: str) -> Check:
     return Check(name=name, status=OK, found=f"{ids} ids, {rows} rows{padding}")
 
 
-def _ends(side: Side, tokenizer: Tokenizer, role: str) -> Check:
+def _ends(side: Source, tokenizer: Tokenizer, role: str) -> Check:
     name, ends = f"{role} EOS", side.config.eos_token_ids
     if not ends:
         return Check(
@@ -141,7 +144,7 @@ def _template(tokenizer: Tokenizer) -> Check:
     return Check(name=name, status=OK, found="there, and it takes a user's turn")
 
 
-def _context(side: Side, role: str) -> Check:
+def _context(side: Source, role: str) -> Check:
     rope, context = side.config.rope, side.config.max_position_embeddings
     name = f"{role} context"
     found = f"{context} positions; rope {rope.rope_type}, theta {rope.theta:g}"

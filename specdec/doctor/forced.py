@@ -78,9 +78,9 @@ def forced_pass(
             max_query_len=end - start,
             uniform=False,
         )
-        out.append(
-            model.forward(text[start:end], positions, cache, metadata, num_layers=num_layers)
-        )
+        given = model.forward(text[start:end], positions, cache, metadata, num_layers=num_layers)
+        # A model that serves a head gives further states behind its own.
+        out.append(given[:, : model.config.hidden_size].contiguous())
     return torch.cat(out), cache
 
 

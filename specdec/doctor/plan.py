@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from specdec.build import DEFAULT_MAX_NUM_SEQS
-from specdec.config import DTYPES, EngineConfig
-from specdec.doctor.subject import Side, Subject
+from specdec.config import EngineConfig
+from specdec.doctor.subject import Subject
 from specdec.drafters.adaptive import widths_up_to
 from specdec.drafters.draft_model import DraftModelDrafter
 from specdec.graph_setup import MAX_MIXED_TOKENS_OFF_GPU
 from specdec.kv_blocks import GPU_RESERVED_BYTES, kv_blocks
+from specdec.sources import Source, dtype_of
 from specdec.verifier.attention.base import AttentionBackend
 from specdec.verifier.attention.select import BackendChoice, choose_backend, default_block_size
 from specdec.verifier.dispatcher import CudagraphDispatcher
@@ -72,9 +73,9 @@ def make_plan(subject: Subject, config: EngineConfig, k: int | str) -> Plan:
     allowed_k = tuple(sorted({0, *widths, *extra}))
     block_size = config.kv_block_size
     if not isinstance(block_size, int):
-        block_size = default_block_size(config.attention_backend)
+        block_size = default_block_size(_attention_name(config, target))
 
-    dtype = _dtype(config, target, device)
+    dtype = dtype_of(config, target, device)
     attention = _attention(config, target, dtype, block_size)
     model = _meta_model(target, dtype, attention.backend)
     supports = [attention.backend.cg_support]
@@ -82,10 +83,13 @@ def make_plan(subject: Subject, config: EngineConfig, k: int | str) -> Plan:
     if draft is not None:
         # A draft keeps its own dtype on a GPU.
         own = replace(config, dtype="auto") if device.type == "cuda" else config
-        draft_dtype = _dtype(own, draft, device)
+        draft_dtype = dtype_of(own, draft, device)
         draft_attention = _attention(own, draft, draft_dtype, block_size)
         draft_model = _meta_model(draft, draft_dtype, draft_attention.backend)
         supports.append(draft_attention.backend.cg_support)
+    elif subject.head is not None:
+        # It reads the target's hidden states, in the target's dtype.
+        supports.append(_attention(config, subject.head, dtype, block_size).backend.cg_support)
 
     asked = config.graph_mode
     support, query_lens = min(supports), [1 + each for each in allowed_k]
@@ -125,28 +129,33 @@ def make_plan(subject: Subject, config: EngineConfig, k: int | str) -> Plan:
     )
 
 
-def _dtype(config: EngineConfig, side: Side, device: torch.device) -> torch.dtype:
-    if config.dtype != "auto":
-        return DTYPES[config.dtype]
-    return torch.float32 if device.type == "cpu" else side.config.dtype
+def _attention_name(config: EngineConfig, target: Source) -> str:
+    if isinstance(target.model, CausalLM):
+        return target.model.attention_backend.name
+    return config.attention_backend
 
 
 def _attention(
-    config: EngineConfig, side: Side, dtype: torch.dtype, block_size: int
+    config: EngineConfig, source: Source, dtype: torch.dtype, block_size: int
 ) -> BackendChoice:
+    if isinstance(source.model, CausalLM):
+        backend = source.model.attention_backend
+        return BackendChoice(backend=backend, asked=backend.name, reason="the model came with it")
     return choose_backend(
         config.attention_backend,
-        head_size=side.config.head_size,
+        head_size=source.config.head_size,
         dtype=dtype,
         block_size=block_size,
         device=config.torch_device,
     )
 
 
-def _meta_model(side: Side, dtype: torch.dtype, backend: AttentionBackend) -> CausalLM:
+def _meta_model(source: Source, dtype: torch.dtype, backend: AttentionBackend) -> CausalLM:
     """The model's shapes, without memory."""
-    return model_class(side.config)(
-        side.config, dtype=dtype, device="meta", attention_backend=backend
+    if isinstance(source.model, CausalLM):
+        return source.model
+    return model_class(source.config)(
+        source.config, dtype=dtype, device="meta", attention_backend=backend
     )
 
 

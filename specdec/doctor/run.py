@@ -21,10 +21,12 @@ from specdec.doctor.matrix import KS
 from specdec.doctor.pairing import pair_checks
 from specdec.doctor.plan import Plan, make_plan
 from specdec.doctor.report import FAULT, OK, UNSEEN, Check, Report
-from specdec.doctor.subject import Side, Subject, read_side, read_subject
+from specdec.doctor.subject import Subject, read_subject
 from specdec.doctor.verdict import verdict_checks
 from specdec.engine import Engine
+from specdec.sources import Source, read_source
 from specdec.tokenizer import Tokenizer
+from specdec.verifier.models.llama import CausalLM
 
 # A temperature needs acceptance that keeps a seed's text.
 COUPLES = ("auto", "coupled")
@@ -46,7 +48,7 @@ class Settings:
         prompt_ids: token ids instead of a file.
     """
 
-    model: str | Path | None = None
+    model: str | Path | CausalLM | None = None
     draft: Any = None
     k: int | str = 4
     engine: Mapping[str, Any] = field(default_factory=dict)
@@ -80,13 +82,13 @@ def run_doctor(settings: Settings, progress: Callable[[str], None] = lambda line
     if settings.prompts is not None:
         load_prompts(settings.prompts)
     report = Report(
-        model=str(settings.model or "the bundled SmolLM2-135M-Instruct"),
+        model=_name(settings.model or "the bundled SmolLM2-135M-Instruct"),
         draft=_name(settings.draft),
         k=str(settings.k),
         device=str(config.torch_device),
     )
     progress("reading files")
-    target = _read(report, "target files", lambda: read_side(settings.model))
+    target = _read(report, "target files", lambda: read_source(settings.model))
     if target is None:
         return report
     report.add(model_checks(target, "target"))
@@ -185,8 +187,12 @@ def _lossless(report: Report, settings: Settings, subject: Subject, plan: Plan) 
     prompts, adapters = prompts_of(settings, subject, plan)
 
     def make_engine(draft: Any, widths: Sequence[int]) -> AbstractContextManager[Engine]:
-        extra = [k for k in widths if 0 < k < max(widths)]
-        return _engine(settings, draft, max(widths), extra_k=extra)
+        fields: dict[str, Any] = {"extra_k": [k for k in widths if 0 < k < max(widths)]}
+        if plan.device.type == "cpu":
+            # Off a GPU a graph is recorded to be like one, and recording takes longer than running.
+            fields |= {"capture": "lazy", "uniform_request_counts": [plan.max_num_seqs]}
+            fields = {name: fields[name] for name in fields if name not in settings.engine}
+        return _engine(settings, draft, max(widths), **fields)
 
     result = verify_lossless(
         make_engine,
@@ -207,7 +213,7 @@ def _engine(settings: Settings, draft: Any, k: int, **fields: Any) -> Engine:
     from step to step, and without what a suffix drafter learns, which depends on what ran before.
     """
     options = {**settings.engine, "suffix_history": 0, **fields}
-    return Engine(settings.model, draft, k, **options)
+    return Engine(settings.model, draft, k, **options)  # type: ignore[arg-type]
 
 
 def prompts_of(
@@ -238,7 +244,7 @@ def _encode(tokenizer: Tokenizer, text: str, templated: bool) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def _adapter_checks(config: EngineConfig, target: Side) -> Iterator[Check]:
+def _adapter_checks(config: EngineConfig, target: Source) -> Iterator[Check]:
     for name, path in (config.lora or {}).items():
         try:
             weights = read_adapters({name: path}, target.config, config.max_lora_rank)[name]
@@ -267,5 +273,5 @@ def _read(report: Report, name: str, read: Callable[[], Any]) -> Any:
         return None
 
 
-def _name(draft: Any) -> str:
-    return str(draft) if draft is None or isinstance(draft, str | Path) else type(draft).__name__
+def _name(given: Any) -> str:
+    return str(given) if given is None or isinstance(given, str | Path) else type(given).__name__

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from adapters import write_adapter
+from eagle_heads import make_head, whispering
 from faulty_drafters import OldKeys, OnlyEager, UnreadPrompt, Wrapped, generous
 from harness import PROMPTS, cpu_engine, greedy
 from paged import load
@@ -53,6 +55,33 @@ def test_a_sound_engine_accepts_what_is_predicted(models, draft, mode):
         assert found.measured.by_position == [1.0] * 4
     if draft == models["negated"]:
         assert found.measured.accepted == 0
+
+
+@pytest.mark.parametrize("prefix", ["", "ngram+"])
+def test_a_head_accepts_what_fresh_requests_do(tmp_path, prefix):
+    """A head reads the target's states, so only what it carries from step to step is tested."""
+    target = whispering(tmp_path / "target")
+    head = make_head(target, tmp_path / "head")
+    report, checks = doctor(str(target), f"{prefix}eagle:{head}", tokens=16)
+    assert report.exit_code == 0
+    assert checks["acceptance"].status == "ok"
+    assert "fresh requests" in checks["acceptance"].found
+    assert "reads wrongly in a prompt" in report.acceptance["blind_to"]
+    assert report.acceptance["predicted"] == report.acceptance["measured"]
+    assert report.acceptance["measured"]["accepted"] > 0
+    assert checks["pairing"].status == "unseen" and "head" in checks["pairing"].found
+
+
+def test_rows_of_an_adapter_are_predicted_from_their_own_texts(tmp_path, models):
+    """The base draft model drafts for all rows; the target cannot be forced over an adapter's."""
+    adapter = write_adapter(tmp_path / "adapter", models["target"], std=0.3)
+    report, checks = doctor(models["target"], models["same"], lora={"style": adapter})
+    assert report.exit_code == 0
+    assert checks["adapter style"].status == "ok"
+    assert report.acceptance["predicted"] == report.acceptance["measured"]
+    # The adapter's two texts are not the base model's, so not all of the drafts stand.
+    assert 0 < report.acceptance["measured"]["accepted"] < report.acceptance["measured"]["drafted"]
+    assert "2 texts of adapters are not looked at" in checks["target's text"].found
 
 
 def test_fresh_requests_predict_the_same(models, monkeypatch):
