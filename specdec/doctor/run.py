@@ -183,16 +183,17 @@ def _figures(tally: Any) -> dict[str, Any]:
 
 def _lossless(report: Report, settings: Settings, subject: Subject, plan: Plan) -> None:
     ks = tuple(sorted({*KS, plan.max_k}))
-
-    prompts, adapters = prompts_of(settings, subject, plan)
+    prompts, adapters = prompts_of(settings, subject, plan, on_cpu=3)
 
     def make_engine(draft: Any, widths: Sequence[int]) -> AbstractContextManager[Engine]:
-        fields: dict[str, Any] = {"extra_k": [k for k in widths if 0 < k < max(widths)]}
-        if plan.device.type == "cpu":
-            # Off a GPU a graph is recorded to be like one, and recording takes longer than running.
-            fields |= {"capture": "lazy", "uniform_request_counts": [plan.max_num_seqs]}
-            fields = {name: fields[name] for name in fields if name not in settings.engine}
-        return _engine(settings, draft, max(widths), **fields)
+        # Sizes that were asked for need not hold the widest batch of each of these k.
+        fields: dict[str, Any] = {"cudagraph_capture_sizes": None}
+        if plan.device.type == "cpu" and settings.engine.get("max_num_seqs") is None:
+            # Rows of padding and the recording of graphs cost much here: as few as will do.
+            rows = min(plan.max_num_seqs, len(prompts))
+            fields |= {"capture": "lazy", "max_num_seqs": rows, "uniform_request_counts": [rows]}
+        extra = [k for k in widths if 0 < k < max(widths)]
+        return _engine(settings, draft, max(widths), extra_k=extra, **fields)
 
     result = verify_lossless(
         make_engine,
@@ -217,16 +218,19 @@ def _engine(settings: Settings, draft: Any, k: int, **fields: Any) -> Engine:
 
 
 def prompts_of(
-    settings: Settings, subject: Subject, plan: Plan
+    settings: Settings, subject: Subject, plan: Plan, *, on_cpu: int = 6
 ) -> tuple[list[list[int]], list[str | None]]:
-    """Token ids that fit the context, and each prompt's adapter, base rows among them."""
+    """Token ids that fit the context, and each prompt's adapter, base rows among them.
+
+    ``on_cpu``: how many there, where the settings leave it open.
+    """
     if settings.prompt_ids is not None:
         prompts = [list(ids) for ids in settings.prompt_ids]
     else:
         tokenizer = subject.target.tokenizer
         if tokenizer is None:
             raise ValueError("prompts: the model has no tokenizer, so texts cannot be read")
-        count = settings.num_prompts or (6 if plan.device.type == "cpu" else None)
+        count = settings.num_prompts or (on_cpu if plan.device.type == "cpu" else None)
         texts = [prompt.text for prompt in spread(load_prompts(settings.prompts), count)]
         templated = settings.chat_template and tokenizer.is_chat
         prompts = [_encode(tokenizer, text, templated) for text in texts]
