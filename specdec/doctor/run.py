@@ -88,11 +88,11 @@ def run_doctor(settings: Settings, progress: Callable[[str], None] = lambda line
         device=str(config.torch_device),
     )
     progress("reading files")
-    target = _read(report, "target files", lambda: read_source(settings.model))
+    target = _read(report, "target files", lambda: read_source(settings.model, config))
     if target is None:
         return report
     report.add(model_checks(target, "target"))
-    subject = _read(report, "draft files", lambda: read_subject(target, settings.draft))
+    subject = _read(report, "draft files", lambda: read_subject(target, settings.draft, config))
     if subject is None:
         return report
     report.draft = subject.draft_name

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.build_drafter import check_draft
+from specdec.config import EngineConfig
 from specdec.drafters.combined import split_names
 from specdec.drafters.shipped import auto_draft
 from specdec.heads import open_head
@@ -34,7 +35,7 @@ class Subject:
         return str(getattr(self.draft, "name", type(self.draft).__name__))
 
 
-def read_subject(target: Source, draft: Any) -> Subject:
+def read_subject(target: Source, draft: Any, config: EngineConfig) -> Subject:
     """Look at the drafter's files, if it has any.
 
     Raises FileNotFoundError or ValueError for a drafter that cannot be read or does not fit. A
@@ -43,8 +44,8 @@ def read_subject(target: Source, draft: Any) -> Subject:
     draft = auto_draft(target.config, target.tokenizer) if draft == "auto" else draft
     _, second = split_names(draft)
     if _names_a_model(second, target):
-        return Subject(target, draft, draft_model=read_source(second))
-    return Subject(target, draft, head=check_draft(second, target))
+        return Subject(target, draft, draft_model=read_source(second, config))
+    return Subject(target, draft, head=check_draft(second, target, config))
 
 
 def _names_a_model(draft: Any, target: Source) -> bool:
