@@ -57,6 +57,17 @@ def test_a_sound_engine_accepts_what_is_predicted(models, draft, mode):
         assert found.measured.accepted == 0
 
 
+@pytest.mark.parametrize("family", ["gemma2", "deepseek_v3"])
+def test_windows_and_latent_caches_are_forced_and_audited_too(tmp_path, family):
+    options = {"gemma2": {"sliding_window": 5}, "deepseek_v3": {"layers": 3}}[family]
+    target = make_tiny(tmp_path / "target", seed=1, family=family, **options)
+    report, checks = doctor(target, str(target), tokens=16)
+    assert report.exit_code == 0
+    assert checks["draft KV"].status == checks["target's text"].status == "ok"
+    assert report.acceptance["predicted"] == report.acceptance["measured"]
+    assert report.acceptance["measured"]["acceptance_by_position"] == [1.0] * 4
+
+
 @pytest.mark.parametrize("prefix", ["", "ngram+"])
 def test_a_head_accepts_what_fresh_requests_do(tmp_path, prefix):
     """A head reads the target's states, so only what it carries from step to step is tested."""
@@ -205,6 +216,22 @@ def test_a_text_that_is_not_the_targets_is_named(models, monkeypatch):
     assert checks["target's text"].status == "fault"
     assert "prompt 0, token 1:" in checks["target's text"].found
     assert report.exit_code == 1
+
+
+def test_graphs_that_were_not_captured_are_counted(models):
+    with cpu_engine(models["target"], "ngram", 4) as engine:
+        size = sum(row.num_bytes for row in engine.graph_table())
+
+    def found(limit):
+        engine = SMALL | {"graph_memory_limit": limit}
+        settings = Settings(model=models["target"], draft="ngram", engine=engine, load=True)
+        return {check.name: check for check in run_doctor(settings).checks}["capture"]
+
+    # Four sizes up to five requests, at k=0 and at k=4.
+    assert found(4 * size).status == "ok"
+    assert found(4 * size).found == "all 8 planned graphs are there"
+    assert found(size).status == "warning"
+    assert "of 8 planned graphs were not captured" in found(size).found
 
 
 def test_a_tokenizer_of_another_family_is_named_and_nothing_is_built(tmp_path):

@@ -79,10 +79,10 @@ def test_texts_are_equal_bit_for_bit(models):
 
 
 def test_memory_is_planned_as_it_is_found(models):
-    """Where the pool is left to the memory there is, the plan and the engine agree within 2%."""
+    """The pool is left to the memory that there is, and the graphs to the mode."""
     engine = {"num_kv_blocks": None, "max_model_len": 512}
     report, checks = doctor(models["target"], "ngram", load=True, engine=engine)
-    assert checks["memory"].status == "ok" and checks["plan"].status == "ok"
+    assert [checks[name].status for name in ("memory", "plan", "capture")] == ["ok"] * 3
     facts = {fact.name: fact.value for fact in report.plan}
     # Eight texts of 512 tokens are all that it can use: 256 blocks of 16.
     assert "256 blocks of 16, 4,096 tokens, 8 texts of 512" in facts["KV cache"]
