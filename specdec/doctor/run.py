@@ -182,9 +182,7 @@ def _figures(tally: Any) -> dict[str, Any]:
 
 
 def _lossless(report: Report, settings: Settings, subject: Subject, plan: Plan) -> None:
-    # Medusa has a head for each draft, and no more.
-    most = plan.max_k if subject.head is not None else max(*KS, plan.max_k)
-    ks = tuple(k for k in sorted({*KS, plan.max_k}) if k <= most)
+    ks = tuple(sorted({*KS, plan.max_k}))
     prompts, adapters = prompts_of(settings, subject, plan, on_cpu=3)
 
     def make_engine(draft: Any, widths: Sequence[int]) -> AbstractContextManager[Engine]:
