@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -12,6 +13,8 @@ from specdec.doctor.inside import step_of
 from specdec.doctor.subject import Subject
 from specdec.drafters.combined import CombinedDrafter
 from specdec.drafters.draft_model import DraftModelDrafter
+from specdec.drafters.eagle import EagleDrafter
+from specdec.drafters.eagle_head import EagleHead
 from specdec.drafters.layer_skip import LayerSkipDrafter
 from specdec.drafters.ngram import NgramDrafter
 from specdec.drafters.suffix import SuffixDrafter
@@ -49,9 +52,9 @@ def causes_of(
 ) -> Iterator[Cause]:
     """``without_graphs``: the same test on an engine without graphs, or None for want of room."""
     drafter = draft_model_of(engine)
-    if drafter is not None:
-        yield from _rope(result, engine, drafter)
-        yield from _dtype(result, engine, drafter, subject)
+    if drafter is not None and isinstance(drafter.model, CausalLM):
+        yield from _rope(result, engine, drafter, drafter.model)
+        yield from _dtype(result, engine, drafter, drafter.model, subject)
     is_stale = result.audit is not None and result.audit.stale is not None
     if not result.unexplained or is_stale:
         return
@@ -73,13 +76,15 @@ def causes_of(
             )
 
 
-def _rope(result: Acceptance, engine: Engine, drafter: DraftModelDrafter) -> Iterator[Cause]:
+def _rope(
+    result: Acceptance, engine: Engine, drafter: DraftModelDrafter, model: CausalLM
+) -> Iterator[Cause]:
     target = step_of(engine).model.config.rope
-    own = drafter.model.config.rope
+    own = model.config.rope
     if own == target or own.rotary_dim != target.rotary_dim:
         return
-    now = _mean_with(result, engine, drafter.model, drafter)
-    mean = _mean_with(result, engine, with_rope(drafter.model, target), drafter)
+    now = _mean_with(result, engine, model, drafter)
+    mean = _mean_with(result, engine, with_rope(model, target), drafter)
     if mean > now + GAIN:
         yield Cause(
             "draft's rope",
@@ -90,17 +95,22 @@ def _rope(result: Acceptance, engine: Engine, drafter: DraftModelDrafter) -> Ite
 
 
 def _dtype(
-    result: Acceptance, engine: Engine, drafter: DraftModelDrafter, subject: Subject
+    result: Acceptance,
+    engine: Engine,
+    drafter: DraftModelDrafter,
+    model: CausalLM,
+    subject: Subject,
 ) -> Iterator[Cause]:
     """The draft in float32, read from its files again, against the dtype that it runs in."""
-    if drafter.model.dtype == torch.float32 or subject.draft_model is None:
+    files = None if subject.draft_model is None else subject.draft_model.model
+    if model.dtype == torch.float32 or not isinstance(files, str | Path):
         return
-    wide = _in_float32(subject.draft_model.model, drafter.model)
-    now = _mean_with(result, engine, drafter.model, drafter)
+    wide = _in_float32(files, model)
+    now = _mean_with(result, engine, model, drafter)
     mean = _mean_with(result, engine, wide, drafter)
     if mean <= now + GAIN and result.draft_finite:
         return
-    name = str(drafter.model.dtype).removeprefix("torch.")
+    name = str(model.dtype).removeprefix("torch.")
     overflow = "" if result.draft_finite else f"its logits are not finite in {name}, and "
     yield Cause(
         "draft's dtype",
@@ -120,16 +130,19 @@ def _mean_with(
     return predict(result.texts, guesses, result.k).mean
 
 
-def _in_float32(path: object, like: CausalLM) -> CausalLM:
+def _in_float32(path: str | Path, like: CausalLM) -> CausalLM:
     backend = select_backend(
         "auto",
         head_size=like.config.head_size,
         dtype=torch.float32,
         block_size=16,
         device=like.device,
+        sliding_window=like.config.sliding_window,
+        soft_cap=like.config.attention_soft_cap,
+        latent_size=like.config.latent_size,
     )
     return load_model(
-        path,  # type: ignore[arg-type]
+        path,
         dtype=torch.float32,
         device=like.device,
         attention_backend=backend,
@@ -139,20 +152,26 @@ def _in_float32(path: object, like: CausalLM) -> CausalLM:
 def pass_cost(engine: Engine) -> float | None:
     """Bytes of weights that one draft pass reads, as a share of the target's; None if unknown."""
     step = step_of(engine)
-    drafter = step.drafter
+    drafter, target = step.drafter, step.model
     if isinstance(drafter, CombinedDrafter):
         drafter = drafter.second
-    whole = _bytes_read(step.model)
-    if isinstance(drafter, DraftModelDrafter):
+    if isinstance(drafter, NgramDrafter | SuffixDrafter):
+        return 0.0
+    if not isinstance(target, CausalLM):
+        return None
+    whole = _bytes_read(target)
+    if isinstance(drafter, DraftModelDrafter) and isinstance(drafter.model, CausalLM):
         return _bytes_read(drafter.model) / whole
     if isinstance(drafter, LayerSkipDrafter):
-        layers = step.model.first_layers()
-        skipped = sum(_num_bytes(layer) for layer in layers[drafter.num_layers :])
+        skipped = sum(_num_bytes(layer) for layer in target.first_layers()[drafter.num_layers :])
         return (whole - skipped) / whole
-    return 0.0 if isinstance(drafter, NgramDrafter | SuffixDrafter) else None
+    if isinstance(drafter, EagleDrafter) and isinstance(drafter.head, EagleHead):
+        # All drafts of a parallel head come from one pass, which this is not the cost of.
+        return None if drafter.head.config.parallel else _bytes_read(drafter.head) / whole
+    return None
 
 
-def _bytes_read(model: CausalLM) -> int:
+def _bytes_read(model: CausalLM | EagleHead) -> int:
     """All weights but an embedding of its own, of which a pass reads a row per token."""
     own = model.embed_tokens.nbytes if model.lm_head is not model.embed_tokens else 0
     return _num_bytes(model) - own

@@ -4,23 +4,24 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from specdec.doctor.report import FAULT, OK, UNSEEN, WARNING, Check
-from specdec.doctor.subject import Side
+from specdec.sources import Source
 from specdec.tokenizer import Tokenizer
 from specdec.verifier.hub import resolve_model
-from specdec.verifier.loading import open_checkpoint
+from specdec.verifier.loading import check_weights
+from specdec.verifier.models.llama import CausalLM
 
-# A turn of each side, to see how a template writes the end of one.
+# A turn of each source, to see how a template writes the end of one.
 TURNS = (
     {"role": "user", "content": "Is this a question?"},
     {"role": "assistant", "content": "It is."},
 )
 
 
-def model_checks(side: Side, role: str) -> Iterator[Check]:
+def model_checks(source: Source, role: str) -> Iterator[Check]:
     """Checks of one model; ``role`` ("target", "draft") is part of their names."""
-    yield _weights(side, role)
-    yield _context(side, role)
-    if side.tokenizer is None:
+    yield _weights(source, role)
+    yield _context(source, role)
+    if source.tokenizer is None:
         yield Check(
             name=f"{role} tokenizer",
             status=WARNING,
@@ -28,22 +29,24 @@ def model_checks(side: Side, role: str) -> Iterator[Check]:
             todo="put tokenizer.json beside the weights",
         )
         return
-    yield _rows(side, side.tokenizer, role)
-    yield _ends(side, side.tokenizer, role)
+    yield _rows(source, source.tokenizer, role)
+    yield _ends(source, source.tokenizer, role)
     if role == "target":
-        yield _template(side.tokenizer)
+        yield _template(source.tokenizer)
 
 
-def _weights(side: Side, role: str) -> Check:
+def _weights(source: Source, role: str) -> Check:
     name = f"{role} weights"
+    if isinstance(source.model, CausalLM):
+        return Check(name=name, status=OK, found="the model is in memory already")
     # A hub id's weights may be large, and are not fetched to be looked at.
-    path = resolve_model(side.model)
+    path = resolve_model(source.model)
     has_weights = path.is_file() or any(path.glob("*.safetensors"))
-    is_from_hub = side.model is not None and not Path(side.model).expanduser().exists()
+    is_from_hub = source.model is not None and not Path(source.model).expanduser().exists()
     if not has_weights and is_from_hub:
         return Check(name=name, status=UNSEEN, found="they have not been fetched from the hub yet")
     try:
-        checkpoint, _ = open_checkpoint(path)
+        check_weights(path, source.config)
     except (ValueError, OSError) as error:
         return Check(
             name=name,
@@ -51,13 +54,15 @@ def _weights(side: Side, role: str) -> Check:
             found=" ".join(str(error).split()),
             todo="fetch the weights anew, or correct config.json",
         )
-    found = f"{len(checkpoint.shapes())} tensors, all of the shapes that config.json asks for"
+    found = "all tensors are there, of the shapes that config.json asks for"
+    if source.config.implementation != "specdec":
+        found = "the files can be read; transformers says the rest when it loads them"
     return Check(name=name, status=OK, found=found)
 
 
-def _rows(side: Side, tokenizer: Tokenizer, role: str) -> Check:
+def _rows(source: Source, tokenizer: Tokenizer, role: str) -> Check:
     """Rows of embedding and head against ids of the tokenizer."""
-    rows, ids = side.config.vocab_size, tokenizer.vocab_size
+    rows, ids = source.config.vocab_size, tokenizer.vocab_size
     name = f"{role} vocabulary"
     if ids > rows:
         lost = next(i for i in range(rows, ids) if tokenizer.strings[i] is not None)
@@ -72,8 +77,8 @@ def _rows(side: Side, tokenizer: Tokenizer, role: str) -> Check:
     return Check(name=name, status=OK, found=f"{ids} ids, {rows} rows{padding}")
 
 
-def _ends(side: Side, tokenizer: Tokenizer, role: str) -> Check:
-    name, ends = f"{role} EOS", side.config.eos_token_ids
+def _ends(source: Source, tokenizer: Tokenizer, role: str) -> Check:
+    name, ends = f"{role} EOS", source.config.eos_token_ids
     if not ends:
         return Check(
             name=name,
@@ -141,8 +146,8 @@ def _template(tokenizer: Tokenizer) -> Check:
     return Check(name=name, status=OK, found="there, and it takes a user's turn")
 
 
-def _context(side: Side, role: str) -> Check:
-    rope, context = side.config.rope, side.config.max_position_embeddings
+def _context(source: Source, role: str) -> Check:
+    rope, context = source.config.rope, source.config.max_position_embeddings
     name = f"{role} context"
     found = f"{context} positions; rope {rope.rope_type}, theta {rope.theta:g}"
     if rope.rope_type != "default":

@@ -53,7 +53,8 @@ def doctor(
     num_prompts: Annotated[
         int | None,
         typer.Option(
-            help="Prompts, taken from the categories in turn.", show_default="all; 6 on the CPU"
+            help="Prompts, taken from the categories in turn.",
+            show_default="all; 6 on the CPU, 3 for --verify-lossless",
         ),
     ] = None,
     max_new_tokens: Annotated[

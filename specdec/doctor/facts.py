@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 from specdec.config import EngineConfig
 from specdec.doctor.plan import Plan
@@ -174,8 +175,7 @@ def _kv(plan: Plan) -> str:
 def _draft_kv(subject: Subject, plan: Plan) -> str:
     if subject.draft_model is not None:
         return "the draft's included"
-    text = str(subject.draft)
-    if isinstance(subject.draft, str) and "eagle:" not in text:
+    if subject.head is None and isinstance(subject.draft, str | Path):
         return "the drafter has none of its own"
     return "without the drafter's own, which only loading it shows"
 

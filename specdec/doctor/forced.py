@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specdec.verifier.attention.base import AttentionMetadata
 from specdec.verifier.kv_cache import KVCache
+from specdec.verifier.models.base import LanguageModel
 from specdec.verifier.models.llama import CausalLM
 from specdec.verifier.models.rope import RopeConfig, cos_sin_table
 
@@ -33,7 +34,7 @@ class Choices:
 
 @torch.inference_mode()
 def forced_choices(
-    model: CausalLM, ids: Sequence[int], vocab_size: int, *, num_layers: int | None = None
+    model: LanguageModel, ids: Sequence[int], vocab_size: int, *, num_layers: int | None = None
 ) -> Choices:
     """Run ``model`` over ``ids`` and take the argmax over the ids below ``vocab_size``.
 
@@ -57,7 +58,7 @@ def forced_choices(
 
 @torch.inference_mode()
 def forced_pass(
-    model: CausalLM, ids: Sequence[int], *, num_layers: int | None = None
+    model: LanguageModel, ids: Sequence[int], *, num_layers: int | None = None
 ) -> tuple[Tensor, KVCache]:
     """Hidden states [T, hidden], and the cache that holds position p at block p // BLOCK_SIZE."""
     device = model.device
@@ -78,9 +79,9 @@ def forced_pass(
             max_query_len=end - start,
             uniform=False,
         )
-        out.append(
-            model.forward(text[start:end], positions, cache, metadata, num_layers=num_layers)
-        )
+        given = model.forward(text[start:end], positions, cache, metadata, num_layers=num_layers)
+        # A model that serves a head gives further states behind its own.
+        out.append(given[:, : model.config.hidden_size].contiguous())
     return torch.cat(out), cache
 
 

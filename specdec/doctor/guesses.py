@@ -16,7 +16,7 @@ from specdec.drafters.ngram import NgramDrafter
 from specdec.drafters.suffix import SuffixDrafter
 from specdec.engine import Engine
 from specdec.params import SamplingParams
-from specdec.verifier.models.llama import CausalLM
+from specdec.verifier.models.base import LanguageModel
 from specdec.verifier.state import DecodeState, RowState
 
 # A proposal that is none of the text's tokens: an id past every vocabulary.
@@ -68,7 +68,7 @@ def _guesser_alone(engine: Engine, drafter: Drafter, vocab_size: int) -> Guesser
 
 
 def model_guesser(
-    model: CausalLM,
+    model: LanguageModel,
     vocab_size: int,
     *,
     num_layers: int | None = None,

@@ -12,7 +12,7 @@ from specdec.drafters.combined import CombinedDrafter
 from specdec.drafters.draft_model import FIRST_PASS_LEN, DraftModelDrafter
 from specdec.engine import Engine
 from specdec.verifier.kv_cache import KVCache
-from specdec.verifier.models.llama import CausalLM
+from specdec.verifier.models.base import LanguageModel
 
 # A key or value of another token or another context differs by about its own size; rounding in the
 # order of sums does not come near these shares of it.
@@ -43,7 +43,7 @@ class StaleKV:
 class KVAudit:
     """Compares one row of the draft cache after every step, in turn, and every row's length."""
 
-    model: CausalLM
+    model: LanguageModel
     cache: KVCache
     checked: int = 0  # positions compared
     lagging: int = 0  # rows that could not be drafted because too much of their KV was missing

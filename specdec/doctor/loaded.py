@@ -8,6 +8,7 @@ from specdec.doctor.plan import Plan
 from specdec.doctor.report import FAULT, OK, WARNING, Check, Fact
 from specdec.engine import Engine
 from specdec.graph_report import start_up_line
+from specdec.verifier.modes import BatchDescriptor
 
 
 def loaded_facts(engine: Engine) -> Iterator[Fact]:
@@ -46,21 +47,35 @@ def loaded_checks(engine: Engine, plan: Plan) -> Iterator[Check]:
             found="; ".join(other),
             todo="report this: the doctor and the engine decide differently",
         )
+    else:
+        yield Check(name="plan", status=OK, found="the engine was built as planned")
+    if engine.config.capture == "eager":
+        yield _captured(engine, plan)
+
+
+def _captured(engine: Engine, plan: Plan) -> Check:
+    """What is planned for start-up and was not captured: for want of memory, or it failed."""
+    on_gpu = plan.device.type == "cuda"
     wanted = {
-        (mode.name, shape)
+        _key(mode.name, shape)
         for mode, shape in plan.dispatcher.capture_list()
-        if shape.uniform or plan.device.type == "cuda"
+        if shape.uniform or on_gpu
     }
     roles = ("step", "target")
-    got = {(r.mode, r.descriptor) for r in engine.graph_table() if r.role in roles}
-    lost = wanted - got
-    if lost and engine.config.capture == "eager":
-        yield Check(
-            name="capture",
-            status=WARNING,
-            found=f"{len(lost)} of {len(wanted)} planned graphs were not captured, first "
-            f"{min(lost)[1].num_reqs} requests and {min(lost)[1].num_tokens} tokens",
-            todo="raise graph_memory_limit, or see the log for a capture that failed",
-        )
-    elif not other:
-        yield Check(name="plan", status=OK, found="the engine was built as planned")
+    rows = [row for row in engine.graph_table() if row.role in roles]
+    lost = sorted(wanted - {_key(row.mode, row.descriptor) for row in rows})
+    if not lost:
+        return Check(name="capture", status=OK, found=f"all {len(wanted)} planned graphs are there")
+    mode, shape = lost[0]
+    return Check(
+        name="capture",
+        status=WARNING,
+        found=f"{len(lost)} of {len(wanted)} planned graphs were not captured, first {mode} of "
+        f"{shape.num_tokens} tokens",
+        todo="raise graph_memory_limit, or see the log for a capture that failed",
+    )
+
+
+def _key(mode: str, shape: BatchDescriptor) -> tuple[str, BatchDescriptor]:
+    """What one graph stands for: a PIECEWISE one for any number of requests."""
+    return mode, shape if mode == "FULL" else shape.relaxed()

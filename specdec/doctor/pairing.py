@@ -6,7 +6,8 @@ from specdec.doctor.checks import TURNS
 from specdec.doctor.facts import name_of
 from specdec.doctor.plan import Plan
 from specdec.doctor.report import FAULT, OK, UNSEEN, WARNING, Check
-from specdec.doctor.subject import Side, Subject
+from specdec.doctor.subject import Subject
+from specdec.sources import Source
 from specdec.tokenizer import Tokenizer, compare_tokenizers
 from specdec.verifier.models.rope import RopeConfig
 
@@ -42,7 +43,7 @@ def pair_checks(subject: Subject, plan: Plan | None) -> Iterator[Check]:
     yield _dtypes(target, draft, plan)
 
 
-def tokenizers_agree(target: Side, draft: Side) -> Check:
+def tokenizers_agree(target: Source, draft: Source) -> Check:
     name = "tokenizers"
     if target.tokenizer is None or draft.tokenizer is None:
         missing = "target" if target.tokenizer is None else "draft"
@@ -140,7 +141,7 @@ def _templates(target: Tokenizer, draft: Tokenizer) -> Check:
     return Check(name=name, status=WARNING, found=found, todo=todo)
 
 
-def _padding(target: Side, draft: Side) -> Check:
+def _padding(target: Source, draft: Source) -> Check:
     rows = (target.config.vocab_size, draft.config.vocab_size)
     name = "vocabulary padding"
     if rows[0] == rows[1]:
@@ -175,7 +176,7 @@ def _rope(target: RopeConfig, draft: RopeConfig) -> Check:
     )
 
 
-def _contexts(target: Side, draft: Side, plan: Plan | None) -> Check:
+def _contexts(target: Source, draft: Source, plan: Plan | None) -> Check:
     name = "draft context"
     longest = plan.max_model_len if plan is not None else target.config.max_position_embeddings
     reach = draft.config.max_position_embeddings
@@ -189,7 +190,7 @@ def _contexts(target: Side, draft: Side, plan: Plan | None) -> Check:
     )
 
 
-def _eos(target: Side, draft: Side) -> Check:
+def _eos(target: Source, draft: Source) -> Check:
     ours, theirs = set(target.config.eos_token_ids), set(draft.config.eos_token_ids)
     if ours == theirs:
         return Check(name="EOS sets", status=OK, found=f"both {sorted(ours)}")
@@ -201,7 +202,7 @@ def _eos(target: Side, draft: Side) -> Check:
     )
 
 
-def _dtypes(target: Side, draft: Side, plan: Plan | None) -> Check:
+def _dtypes(target: Source, draft: Source, plan: Plan | None) -> Check:
     stored = [name_of(each.config.dtype) for each in (target, draft)]
     name = "dtypes"
     runs = "" if plan is None else f"run in {name_of(plan.dtype)} and {name_of(plan.draft_dtype)}"
@@ -220,12 +221,13 @@ def _dtypes(target: Side, draft: Side, plan: Plan | None) -> Check:
 
 
 def _no_files(subject: Subject) -> str:
-    text = str(subject.draft)
-    if isinstance(subject.draft, str) and text.startswith("layer_skip"):
-        return "the drafter is the target's own first layers: there is nothing to compare"
-    if text in ("ngram", "suffix"):
-        return "the drafter looks text up: there is nothing to compare"
-    return "the drafter keeps its own files: tokenizer, template, rope and dtype are not compared"
+    if subject.head is not None:
+        return (
+            "the head reads the target's own states and tokens: its shapes fit, and no more tells"
+        )
+    if not isinstance(subject.draft, str):
+        return "the drafter is an object: tokenizer, template, rope and dtype are not compared"
+    return "the drafter reads the target's own tokens: there is nothing to compare"
 
 
 def first_difference(ours: Sequence, theirs: Sequence) -> int:

@@ -5,19 +5,25 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
+from torch import Tensor
 
 from specdec.build import DEFAULT_MAX_NUM_SEQS
-from specdec.config import DTYPES, EngineConfig
-from specdec.doctor.subject import Side, Subject
+from specdec.config import EngineConfig
+from specdec.doctor.subject import Subject
 from specdec.drafters.adaptive import widths_up_to
 from specdec.drafters.draft_model import DraftModelDrafter
 from specdec.graph_setup import MAX_MIXED_TOKENS_OFF_GPU
 from specdec.kv_blocks import GPU_RESERVED_BYTES, kv_blocks
+from specdec.sources import Source, dtype_of
 from specdec.verifier.attention.base import AttentionBackend
 from specdec.verifier.attention.select import BackendChoice, choose_backend, default_block_size
+from specdec.verifier.checkpoint import SafetensorsCheckpoint
 from specdec.verifier.dispatcher import CudagraphDispatcher
+from specdec.verifier.hub import resolve_model
+from specdec.verifier.models.base import LanguageModel
 from specdec.verifier.models.llama import CausalLM
 from specdec.verifier.models.registry import model_class
 from specdec.verifier.modes import (
@@ -72,24 +78,27 @@ def make_plan(subject: Subject, config: EngineConfig, k: int | str) -> Plan:
     allowed_k = tuple(sorted({0, *widths, *extra}))
     block_size = config.kv_block_size
     if not isinstance(block_size, int):
-        block_size = default_block_size(config.attention_backend)
+        block_size = default_block_size(_attention_name(config, target))
 
-    dtype = _dtype(config, target, device)
+    dtype = dtype_of(config, target, device)
     attention = _attention(config, target, dtype, block_size)
-    model = _meta_model(target, dtype, attention.backend)
+    model = _sizes(target, dtype, attention.backend)
     supports = [attention.backend.cg_support]
     draft_dtype = draft_attention = draft_model = None
     if draft is not None:
         # A draft keeps its own dtype on a GPU.
         own = replace(config, dtype="auto") if device.type == "cuda" else config
-        draft_dtype = _dtype(own, draft, device)
+        draft_dtype = dtype_of(own, draft, device)
         draft_attention = _attention(own, draft, draft_dtype, block_size)
-        draft_model = _meta_model(draft, draft_dtype, draft_attention.backend)
+        draft_model = _sizes(draft, draft_dtype, draft_attention.backend)
         supports.append(draft_attention.backend.cg_support)
+    elif subject.head is not None:
+        # It reads the target's hidden states, in the target's dtype.
+        supports.append(_attention(config, subject.head, dtype, block_size).backend.cg_support)
 
     asked = config.graph_mode
     support, query_lens = min(supports), [1 + each for each in allowed_k]
-    has_pieces = config.compilation.no_piecewise is None
+    has_pieces = config.compilation.no_piecewise is None and config.model_impl == "specdec"
     mode, full_lens = resolve_uniform_query_lens(asked, support, query_lens, has_pieces)
     max_num_seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS[device.type]
     max_model_len = config.max_model_len or target.config.max_position_embeddings
@@ -125,39 +134,67 @@ def make_plan(subject: Subject, config: EngineConfig, k: int | str) -> Plan:
     )
 
 
-def _dtype(config: EngineConfig, side: Side, device: torch.device) -> torch.dtype:
-    if config.dtype != "auto":
-        return DTYPES[config.dtype]
-    return torch.float32 if device.type == "cpu" else side.config.dtype
+def _attention_name(config: EngineConfig, target: Source) -> str:
+    if isinstance(target.model, CausalLM):
+        return target.model.attention_backend.name
+    return config.attention_backend
 
 
 def _attention(
-    config: EngineConfig, side: Side, dtype: torch.dtype, block_size: int
+    config: EngineConfig, source: Source, dtype: torch.dtype, block_size: int
 ) -> BackendChoice:
+    if isinstance(source.model, CausalLM):
+        backend = source.model.attention_backend
+        return BackendChoice(backend=backend, asked=backend.name, reason="the model came with it")
     return choose_backend(
         config.attention_backend,
-        head_size=side.config.head_size,
+        head_size=source.config.head_size,
         dtype=dtype,
         block_size=block_size,
         device=config.torch_device,
+        sliding_window=source.config.sliding_window,
+        soft_cap=source.config.attention_soft_cap,
+        latent_size=source.config.latent_size,
     )
 
 
-def _meta_model(side: Side, dtype: torch.dtype, backend: AttentionBackend) -> CausalLM:
-    """The model's shapes, without memory."""
-    return model_class(side.config)(
-        side.config, dtype=dtype, device="meta", attention_backend=backend
+class _Listed:
+    """The sizes of a model of transformers, as its checkpoint lists them."""
+
+    def __init__(self, source: Source, dtype: torch.dtype) -> None:
+        assert not isinstance(source.model, CausalLM)
+        shapes = SafetensorsCheckpoint(resolve_model(source.model, weights=True)).shapes()
+        self.config, self.dtype = source.config, dtype
+        self._weights = [torch.empty(s, dtype=dtype, device="meta") for s in shapes.values()]
+
+    def parameters(self) -> list[Tensor]:
+        return self._weights
+
+    def kv_bytes_per_block(self, block_size: int) -> int:
+        config = self.config
+        positions = 2 * config.num_layers * block_size
+        return positions * config.num_kv_heads * config.head_size * self.dtype.itemsize
+
+
+def _sizes(source: Source, dtype: torch.dtype, backend: AttentionBackend) -> LanguageModel:
+    """Something with the model's weights and KV in their sizes, without memory."""
+    if isinstance(source.model, CausalLM):
+        return source.model
+    if source.config.implementation != "specdec":
+        return cast(LanguageModel, _Listed(source, dtype))
+    return model_class(source.config)(
+        source.config, dtype=dtype, device="meta", attention_backend=backend
     )
 
 
-def _num_bytes(model: CausalLM | None) -> int:
+def _num_bytes(model: LanguageModel | None) -> int:
     return 0 if model is None else sum(each.nbytes for each in model.parameters())
 
 
 def _memory(
     config: EngineConfig,
-    model: CausalLM,
-    draft_model: CausalLM | None,
+    model: LanguageModel,
+    draft_model: LanguageModel | None,
     vocab_size: int,
     max_model_len: int,
     max_num_seqs: int,

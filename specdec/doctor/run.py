@@ -21,10 +21,12 @@ from specdec.doctor.matrix import KS
 from specdec.doctor.pairing import pair_checks
 from specdec.doctor.plan import Plan, make_plan
 from specdec.doctor.report import FAULT, OK, UNSEEN, Check, Report
-from specdec.doctor.subject import Side, Subject, read_side, read_subject
+from specdec.doctor.subject import Subject, read_subject
 from specdec.doctor.verdict import verdict_checks
 from specdec.engine import Engine
+from specdec.sources import Source, read_source
 from specdec.tokenizer import Tokenizer
+from specdec.verifier.models.llama import CausalLM
 
 # A temperature needs acceptance that keeps a seed's text.
 COUPLES = ("auto", "coupled")
@@ -46,7 +48,7 @@ class Settings:
         prompt_ids: token ids instead of a file.
     """
 
-    model: str | Path | None = None
+    model: str | Path | CausalLM | None = None
     draft: Any = None
     k: int | str = 4
     engine: Mapping[str, Any] = field(default_factory=dict)
@@ -80,17 +82,17 @@ def run_doctor(settings: Settings, progress: Callable[[str], None] = lambda line
     if settings.prompts is not None:
         load_prompts(settings.prompts)
     report = Report(
-        model=str(settings.model or "the bundled SmolLM2-135M-Instruct"),
+        model=_name(settings.model or "the bundled SmolLM2-135M-Instruct"),
         draft=_name(settings.draft),
         k=str(settings.k),
         device=str(config.torch_device),
     )
     progress("reading files")
-    target = _read(report, "target files", lambda: read_side(settings.model))
+    target = _read(report, "target files", lambda: read_source(settings.model, config))
     if target is None:
         return report
     report.add(model_checks(target, "target"))
-    subject = _read(report, "draft files", lambda: read_subject(target, settings.draft))
+    subject = _read(report, "draft files", lambda: read_subject(target, settings.draft, config))
     if subject is None:
         return report
     report.draft = subject.draft_name
@@ -181,12 +183,17 @@ def _figures(tally: Any) -> dict[str, Any]:
 
 def _lossless(report: Report, settings: Settings, subject: Subject, plan: Plan) -> None:
     ks = tuple(sorted({*KS, plan.max_k}))
-
-    prompts, adapters = prompts_of(settings, subject, plan)
+    prompts, adapters = prompts_of(settings, subject, plan, on_cpu=3)
 
     def make_engine(draft: Any, widths: Sequence[int]) -> AbstractContextManager[Engine]:
+        # Sizes that were asked for need not hold the widest batch of each of these k.
+        fields: dict[str, Any] = {"cudagraph_capture_sizes": None}
+        if plan.device.type == "cpu" and settings.engine.get("max_num_seqs") is None:
+            # Rows of padding and the recording of graphs cost much here: as few as will do.
+            rows = min(plan.max_num_seqs, len(prompts))
+            fields |= {"capture": "lazy", "max_num_seqs": rows, "uniform_request_counts": [rows]}
         extra = [k for k in widths if 0 < k < max(widths)]
-        return _engine(settings, draft, max(widths), extra_k=extra)
+        return _engine(settings, draft, max(widths), extra_k=extra, **fields)
 
     result = verify_lossless(
         make_engine,
@@ -207,20 +214,23 @@ def _engine(settings: Settings, draft: Any, k: int, **fields: Any) -> Engine:
     from step to step, and without what a suffix drafter learns, which depends on what ran before.
     """
     options = {**settings.engine, "suffix_history": 0, **fields}
-    return Engine(settings.model, draft, k, **options)
+    return Engine(settings.model, draft, k, **options)  # type: ignore[arg-type]
 
 
 def prompts_of(
-    settings: Settings, subject: Subject, plan: Plan
+    settings: Settings, subject: Subject, plan: Plan, *, on_cpu: int = 6
 ) -> tuple[list[list[int]], list[str | None]]:
-    """Token ids that fit the context, and each prompt's adapter, base rows among them."""
+    """Token ids that fit the context, and each prompt's adapter, base rows among them.
+
+    ``on_cpu``: how many there, where the settings leave it open.
+    """
     if settings.prompt_ids is not None:
         prompts = [list(ids) for ids in settings.prompt_ids]
     else:
         tokenizer = subject.target.tokenizer
         if tokenizer is None:
             raise ValueError("prompts: the model has no tokenizer, so texts cannot be read")
-        count = settings.num_prompts or (6 if plan.device.type == "cpu" else None)
+        count = settings.num_prompts or (on_cpu if plan.device.type == "cpu" else None)
         texts = [prompt.text for prompt in spread(load_prompts(settings.prompts), count)]
         templated = settings.chat_template and tokenizer.is_chat
         prompts = [_encode(tokenizer, text, templated) for text in texts]
@@ -238,7 +248,7 @@ def _encode(tokenizer: Tokenizer, text: str, templated: bool) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def _adapter_checks(config: EngineConfig, target: Side) -> Iterator[Check]:
+def _adapter_checks(config: EngineConfig, target: Source) -> Iterator[Check]:
     for name, path in (config.lora or {}).items():
         try:
             weights = read_adapters({name: path}, target.config, config.max_lora_rank)[name]
@@ -267,5 +277,5 @@ def _read(report: Report, name: str, read: Callable[[], Any]) -> Any:
         return None
 
 
-def _name(draft: Any) -> str:
-    return str(draft) if draft is None or isinstance(draft, str | Path) else type(draft).__name__
+def _name(given: Any) -> str:
+    return str(given) if given is None or isinstance(given, str | Path) else type(given).__name__

@@ -4,20 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specdec.build_drafter import check_draft
+from specdec.config import EngineConfig
 from specdec.drafters.combined import split_names
-from specdec.tokenizer import Tokenizer, load_tokenizer
-from specdec.verifier.hub import resolve_model
-from specdec.verifier.loading import read_config
-from specdec.verifier.models.config import ModelConfig
-
-
-@dataclass(frozen=True, slots=True)
-class Side:
-    """One model before its weights are loaded."""
-
-    model: str | Path | None
-    config: ModelConfig
-    tokenizer: Tokenizer | None
+from specdec.drafters.shipped import auto_draft
+from specdec.heads import open_head
+from specdec.sources import Source, read_source
+from specdec.verifier.models.llama import CausalLM
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,42 +19,41 @@ class Subject:
 
     Attributes:
         draft: what ``Engine`` is given: None, a name, a path, or a Drafter.
-        lookup: "ngram" or "suffix" where one comes before another drafter, else None.
         draft_model: the files of a draft model; None for every other drafter.
+        head: the files of a head for the target; None for every other drafter.
     """
 
-    target: Side
+    target: Source
     draft: Any
-    lookup: str | None
-    draft_model: Side | None
+    draft_model: Source | None = None
+    head: Source | None = None
 
     @property
     def draft_name(self) -> str:
         if self.draft is None or isinstance(self.draft, str | Path):
-            return str(self.draft).lower() if self.draft is None else str(self.draft)
+            return "none" if self.draft is None else str(self.draft)
         return str(getattr(self.draft, "name", type(self.draft).__name__))
 
 
-def read_side(model: str | Path | None) -> Side:
-    """Raises what ``read_config`` and ``load_tokenizer`` raise."""
-    path = resolve_model(model)
-    return Side(model, read_config(path), load_tokenizer(path))
-
-
-def read_subject(target: Side, draft: Any) -> Subject:
+def read_subject(target: Source, draft: Any, config: EngineConfig) -> Subject:
     """Look at the drafter's files, if it has any.
 
-    Raises FileNotFoundError or ValueError for a draft model that cannot be read.
+    Raises FileNotFoundError or ValueError for a drafter that cannot be read or does not fit. A
+    draft model is only read: what of it must agree with the target is for checks to say.
     """
-    draft = "ngram" if draft == "auto" else draft
-    lookup, second = split_names(draft)
-    draft_model = read_side(second) if is_model(second) else None
-    return Subject(target, draft, lookup, draft_model)
+    draft = auto_draft(target.config, target.tokenizer) if draft == "auto" else draft
+    _, second = split_names(draft)
+    if _names_a_model(second, target):
+        return Subject(target, draft, draft_model=read_source(second, config))
+    return Subject(target, draft, head=check_draft(second, target, config))
 
 
-def is_model(draft: Any) -> bool:
-    """It names the files of a draft model."""
-    if not isinstance(draft, str | Path):
+def _names_a_model(draft: Any, target: Source) -> bool:
+    if isinstance(draft, CausalLM):
+        return True
+    if not isinstance(draft, str | Path) or draft in ("ngram", "suffix"):
         return False
     text = str(draft)
-    return text not in ("ngram", "suffix") and not text.startswith(("layer_skip", "eagle:"))
+    if text in ("", "none") or text.startswith("layer_skip"):
+        return False
+    return open_head(text, target.config, target.model) is None

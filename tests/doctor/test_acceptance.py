@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from adapters import write_adapter
+from eagle_heads import make_head, whispering
 from faulty_drafters import OldKeys, OnlyEager, UnreadPrompt, Wrapped, generous
 from harness import PROMPTS, cpu_engine, greedy
 from paged import load
@@ -53,6 +55,44 @@ def test_a_sound_engine_accepts_what_is_predicted(models, draft, mode):
         assert found.measured.by_position == [1.0] * 4
     if draft == models["negated"]:
         assert found.measured.accepted == 0
+
+
+@pytest.mark.parametrize("family", ["gemma2", "deepseek_v3"])
+def test_windows_and_latent_caches_are_forced_and_audited_too(tmp_path, family):
+    options = {"gemma2": {"sliding_window": 5}, "deepseek_v3": {"layers": 3}}[family]
+    target = make_tiny(tmp_path / "target", seed=1, family=family, **options)
+    report, checks = doctor(target, str(target), tokens=16)
+    assert report.exit_code == 0
+    assert checks["draft KV"].status == checks["target's text"].status == "ok"
+    assert report.acceptance["predicted"] == report.acceptance["measured"]
+    assert report.acceptance["measured"]["acceptance_by_position"] == [1.0] * 4
+
+
+@pytest.mark.parametrize("prefix", ["", "ngram+"])
+def test_a_head_accepts_what_fresh_requests_do(tmp_path, prefix):
+    """A head reads the target's states, so only what it carries from step to step is tested."""
+    target = whispering(tmp_path / "target")
+    head = make_head(target, tmp_path / "head")
+    report, checks = doctor(str(target), f"{prefix}eagle:{head}", tokens=16)
+    assert report.exit_code == 0
+    assert checks["acceptance"].status == "ok"
+    assert "fresh requests" in checks["acceptance"].found
+    assert "reads wrongly in a prompt" in report.acceptance["blind_to"]
+    assert report.acceptance["predicted"] == report.acceptance["measured"]
+    assert report.acceptance["measured"]["accepted"] > 0
+    assert checks["pairing"].status == "unseen" and "head" in checks["pairing"].found
+
+
+def test_rows_of_an_adapter_are_predicted_from_their_own_texts(tmp_path, models):
+    """The base draft model drafts for all rows; the target cannot be forced over an adapter's."""
+    adapter = write_adapter(tmp_path / "adapter", models["target"], std=0.3)
+    report, checks = doctor(models["target"], models["same"], lora={"style": adapter})
+    assert report.exit_code == 0
+    assert checks["adapter style"].status == "ok"
+    assert report.acceptance["predicted"] == report.acceptance["measured"]
+    # The adapter's two texts are not the base model's, so not all of the drafts stand.
+    assert 0 < report.acceptance["measured"]["accepted"] < report.acceptance["measured"]["drafted"]
+    assert "2 texts of adapters are not looked at" in checks["target's text"].found
 
 
 def test_fresh_requests_predict_the_same(models, monkeypatch):
@@ -176,6 +216,22 @@ def test_a_text_that_is_not_the_targets_is_named(models, monkeypatch):
     assert checks["target's text"].status == "fault"
     assert "prompt 0, token 1:" in checks["target's text"].found
     assert report.exit_code == 1
+
+
+def test_graphs_that_were_not_captured_are_counted(models):
+    with cpu_engine(models["target"], "ngram", 4) as engine:
+        size = sum(row.num_bytes for row in engine.graph_table())
+
+    def found(limit):
+        engine = SMALL | {"graph_memory_limit": limit}
+        settings = Settings(model=models["target"], draft="ngram", engine=engine, load=True)
+        return {check.name: check for check in run_doctor(settings).checks}["capture"]
+
+    # Four sizes up to five requests, at k=0 and at k=4.
+    assert found(4 * size).status == "ok"
+    assert found(4 * size).found == "all 8 planned graphs are there"
+    assert found(size).status == "warning"
+    assert "of 8 planned graphs were not captured" in found(size).found
 
 
 def test_a_tokenizer_of_another_family_is_named_and_nothing_is_built(tmp_path):

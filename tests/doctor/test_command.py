@@ -41,7 +41,7 @@ def test_files_alone_without_weights(call, models, monkeypatch):
     def refuse(*args, **kwargs):
         pytest.fail("loaded weights")
 
-    monkeypatch.setattr("specdec.build.load_model", refuse)
+    monkeypatch.setattr("specdec.sources.load_any_model", refuse)
     code, out, err = call(models["target"], "--draft", models["target"], "--k", "3")
     assert code == 0, err
     for part in (

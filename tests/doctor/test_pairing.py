@@ -11,8 +11,10 @@ from specdec.config import EngineConfig
 from specdec.doctor.checks import model_checks
 from specdec.doctor.pairing import pair_checks
 from specdec.doctor.plan import make_plan
-from specdec.doctor.subject import read_side, read_subject
+from specdec.doctor.subject import read_subject
+from specdec.sources import read_source
 
+CPU = EngineConfig(device="cpu")
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
 BYTES = {"vocab": 300, "tokenizer": "bytes", "tokenizer_vocab": 270, "eos": 0}
 
@@ -37,8 +39,8 @@ def edit(path, **changes):
 
 
 def checks_of(target, draft, k=4, **options):
-    subject = read_subject(read_side(target), str(draft))
     config = EngineConfig(device="cpu", **options)
+    subject = read_subject(read_source(target, config), str(draft), config)
     found = list(pair_checks(subject, make_plan(subject, config, k)))
     assert len({check.name for check in found}) == len(found)
     return {check.name: check for check in found}
@@ -154,7 +156,7 @@ def test_lookups_have_nothing_to_compare(pair):
 )
 def test_one_model_on_its_own(tmp_path, options, name, status, said):
     folder = make_tiny(tmp_path, **(BYTES | options))
-    checks = {check.name: check for check in model_checks(read_side(folder), "target")}
+    checks = {check.name: check for check in model_checks(read_source(folder, CPU), "target")}
     assert checks[name].status == status
     assert said in checks[name].found
 
@@ -165,7 +167,7 @@ def test_a_turn_that_ends_in_no_end_of_sequence(tmp_path):
     backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     backend.add_special_tokens(["<end>"])
     backend.save(str(folder / "tokenizer.json"))
-    checks = {check.name: check for check in model_checks(read_side(folder), "target")}
+    checks = {check.name: check for check in model_checks(read_source(folder, CPU), "target")}
     assert checks["target EOS"].status == "warning"
     assert "'<end>' (id 270)" in checks["target EOS"].found
     assert "add 270" in checks["target EOS"].todo
@@ -174,6 +176,6 @@ def test_a_turn_that_ends_in_no_end_of_sequence(tmp_path):
 def test_missing_weights(tmp_path):
     folder = make_tiny(tmp_path, **BYTES)
     (folder / "model.safetensors").unlink()
-    checks = {check.name: check for check in model_checks(read_side(folder), "target")}
+    checks = {check.name: check for check in model_checks(read_source(folder, CPU), "target")}
     assert checks["target weights"].status == "fault"
     assert "model.safetensors" in checks["target weights"].found

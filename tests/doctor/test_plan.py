@@ -7,7 +7,8 @@ from tiny import make_tiny
 from specdec.config import EngineConfig
 from specdec.doctor.facts import plan_checks, plan_facts
 from specdec.doctor.plan import make_plan
-from specdec.doctor.subject import read_side, read_subject
+from specdec.doctor.subject import read_subject
+from specdec.sources import read_source
 from specdec.verifier.attention.select import BACKENDS
 from specdec.verifier.modes import AttentionCGSupport, CUDAGraphMode
 
@@ -24,13 +25,14 @@ CASES = {
     "full only": ("ngram", 4, {"cudagraph_mode": "FULL"}),
     "few blocks": ("ngram", 4, {"num_kv_blocks": 7}),
     "half": ("blend.1", 2, {"dtype": "bfloat16"}),
+    "transformers": ("ngram", 4, {"model_impl": "transformers"}),
     "defaults": ("blend.1", 4, {"max_num_seqs": None, "max_model_len": None}),
 }
 
 
 def plan_of(models, draft, k, options):
     config = EngineConfig(**(SMALL | options))
-    subject = read_subject(read_side(models["target"]), models.get(draft, draft))
+    subject = read_subject(read_source(models["target"], config), models.get(draft, draft), config)
     return subject, make_plan(subject, config, k), config
 
 
@@ -66,7 +68,8 @@ def test_the_engine_is_what_was_planned(models, draft, k, options):
 
 def test_a_padded_vocabulary_is_not_emitted(tmp_path):
     folder = make_tiny(tmp_path, vocab=300, tokenizer="bytes", tokenizer_vocab=270)
-    plan = make_plan(read_subject(read_side(folder), None), EngineConfig(**SMALL), 4)
+    config = EngineConfig(**SMALL)
+    plan = make_plan(read_subject(read_source(folder, config), None, config), config, 4)
     assert plan.vocab_size == 270
     assert plan.allowed_k == (0,)
 
