@@ -15,7 +15,6 @@ from torch import Tensor
 
 from specdec.kernels.activation import silu_mul_reference
 from specdec.kernels.linear import linear_reference
-from specdec.kernels.lora_rows import SlotTiles
 
 # Rows whose adapters' weights are gathered at once, which bounds the memory that takes.
 _ROWS_AT_ONCE = 64
@@ -57,7 +56,7 @@ def lora_delta_(
     b_stack: Tensor,
     slot_of_token: Tensor,
     parts: Sequence[int] | None = None,
-    tiles: SlotTiles | None = None,
+    tiles: Tensor | None = None,
 ) -> Tensor:
     """Add each row's low-rank delta to ``out`` in place, and return it.
 
@@ -69,7 +68,7 @@ def lora_delta_(
         b_stack: [S, N, r] in x's dtype, the expanding weights with the adapter's scale in them.
         slot_of_token: [T] int32 or int64; -1 leaves the row as it is, bit for bit.
         parts: output features of each of the P projections that share ``x``; one of N by default.
-        tiles: the rows sorted by slot, where several layers share them (``slot_tiles``).
+        tiles: the rows sorted by slot (``lora_rows.slot_tiles``), where layers share them.
     """
     if x.is_cuda:
         from specdec.kernels import lora_triton
@@ -100,7 +99,7 @@ def lora_linear(
     b_stack: Tensor,
     slot_of_token: Tensor,
     parts: Sequence[int] | None = None,
-    tiles: SlotTiles | None = None,
+    tiles: Tensor | None = None,
 ) -> Tensor:
     """``linear(x, weight, bias)`` with each row's delta: the bits of the two one after the other.
 
@@ -130,7 +129,7 @@ def lora_linear_silu_mul(
     a_stack: Tensor,
     b_stack: Tensor,
     slot_of_token: Tensor,
-    tiles: SlotTiles | None = None,
+    tiles: Tensor | None = None,
 ) -> Tensor:
     """``silu_mul(lora_linear(x, weight, ...))`` with the same bits.
 

@@ -19,7 +19,6 @@ from specdec.kernels.linear_triton import (
     linear,
     tile_arguments,
 )
-from specdec.kernels.lora_rows import SlotTiles
 from specdec.kernels.lora_tiles import shrink_tile
 from specdec.kernels.lora_triton import Shrink, expand_, expand_silu_mul
 
@@ -164,7 +163,7 @@ def lora_linear(
     b_stack: Tensor,
     slot_of_token: Tensor,
     parts: Sequence[int] | None = None,
-    tiles: SlotTiles | None = None,
+    tiles: Tensor | None = None,
 ) -> Tensor:
     """``specdec.kernels.lora.lora_linear``."""
     widths = tuple(parts or (weight.shape[0],))
@@ -180,7 +179,7 @@ def lora_linear_silu_mul(
     a_stack: Tensor,
     b_stack: Tensor,
     slot_of_token: Tensor,
-    tiles: SlotTiles | None = None,
+    tiles: Tensor | None = None,
 ) -> Tensor:
     """``specdec.kernels.lora.lora_linear_silu_mul``."""
     if x.shape[0] == 0:

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.kernels.launch import pdl_options, wait_for_inputs
-from specdec.kernels.lora_rows import SlotTiles, max_tiles, tile_rows
+from specdec.kernels.lora_rows import SlotTiles, packed_size
 
 NO_SLOT = tl.constexpr(2**31 - 1)
 # Rows and tiles that a program looks at together. Two sizes, so that two kernels are all there is.
@@ -62,30 +62,29 @@ def _slot_tiles_kernel(
         tl.store(tile_slot + each, tl.zeros_like(each) - 2, mask=each < num_tiles)
 
 
-def slot_tiles(slot_of_token: Tensor, num_groups: int, dtype: torch.dtype) -> SlotTiles:
+def slot_tiles(
+    slot_of_token: Tensor, num_groups: int, dtype: torch.dtype, out: Tensor | None = None
+) -> Tensor:
     """``specdec.kernels.lora_rows.slot_tiles``."""
     num_rows = slot_of_token.shape[0]
-    block_m = tile_rows(dtype, num_rows)
-    num_tiles = max_tiles(num_rows, num_groups, block_m)
-
-    def integers(size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.int32, device=slot_of_token.device)
-
-    order = integers(num_rows)
-    slot, first, end = integers(num_tiles), integers(num_tiles), integers(num_tiles)
+    size = packed_size(num_rows, num_groups, dtype)
+    if out is None:
+        out = torch.empty(size, dtype=torch.int32, device=slot_of_token.device)
+    assert out.shape == (size,)
+    tiles = SlotTiles.of(out, num_rows, dtype)
     block_t, block_g = _SMALL if num_rows <= _SMALL[0] else _LARGE
     _slot_tiles_kernel[(1,)](
         slot_of_token,
-        order,
-        slot,
-        first,
-        end,
+        tiles.order,
+        tiles.slot,
+        tiles.first,
+        tiles.end,
         num_rows,
-        num_tiles,
-        BLOCK_M=block_m,
+        tiles.num_tiles,
+        BLOCK_M=tiles.block_m,
         BLOCK_T=block_t,
         BLOCK_G=block_g,
         num_warps=4,
         **pdl_options(slot_of_token),
     )
-    return SlotTiles(order, slot, first, end, block_m)
+    return out

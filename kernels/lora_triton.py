@@ -215,7 +215,7 @@ class Shrink:
         x: Tensor,
         a_stack: Tensor,
         slot_of_token: Tensor,
-        tiles: SlotTiles | None,
+        tiles: Tensor | None,
         num_parts: int,
     ) -> "Shrink":
         """``tiles`` are those of ``slot_of_token``, or None where nobody has made them."""
@@ -223,14 +223,14 @@ class Shrink:
         num_rows, depth = x.shape
         if tiles is None:
             tiles = slot_tiles(slot_of_token, a_stack.shape[0] + 1, x.dtype)
-        assert tiles.order.shape[0] == num_rows
         chunk = _MIN_CHUNK
         while depth > chunk * _MAX_CHUNKS:
             chunk *= 2
         shape = (triton.cdiv(depth, chunk), num_rows, a_stack.shape[1])
         partial = torch.empty(shape, dtype=torch.float32, device=x.device)
         rank = a_stack.shape[1] // num_parts
-        return cls(unit_stride(x), a_stack, tiles, num_parts, rank, chunk, partial)
+        unpacked = SlotTiles.of(tiles, num_rows, x.dtype)
+        return cls(unit_stride(x), a_stack, unpacked, num_parts, rank, chunk, partial)
 
     @property
     def num_chunks(self) -> int:
@@ -348,7 +348,7 @@ def lora_delta_(
     b_stack: Tensor,
     slot_of_token: Tensor,
     parts: Sequence[int] | None = None,
-    tiles: SlotTiles | None = None,
+    tiles: Tensor | None = None,
 ) -> Tensor:
     """``specdec.kernels.lora.lora_delta_``."""
     widths = tuple(parts or (out.shape[1],))

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from specdec.drafters.combined import CombinedDrafter, make_lookup, split_names
 from specdec.drafters.draft_model import DraftModelDrafter
 from specdec.drafters.shipped import auto_draft
 from specdec.graph_report import capture_progress, start_up_line
-from specdec.graph_setup import make_dispatcher, make_flat_model
+from specdec.graph_setup import make_dispatcher, make_flat_model, resolve_mode
 from specdec.intake import Intake
 from specdec.kernels.linear import configure_exact_blas
 from specdec.kv_blocks import kv_blocks
@@ -30,7 +31,7 @@ from specdec.lora import LoraManager
 from specdec.rounds import RoundsChoice, make_rounds_choice
 from specdec.runner import Runner
 from specdec.scheduler import Scheduler
-from specdec.sources import Source, dtype_of, load_source, read_source
+from specdec.sources import Source, check_device, dtype_of, load_source, read_source
 from specdec.step import DecodeStep
 from specdec.tokenizer import Tokenizer
 from specdec.verifier.attention.select import BackendChoice, choose_backend, default_block_size
@@ -38,7 +39,6 @@ from specdec.verifier.kv_cache import BlockPool
 from specdec.verifier.loading import check_weights, with_features
 from specdec.verifier.models.config import ModelConfig
 from specdec.verifier.models.llama import CausalLM
-from specdec.verifier.modes import resolve_uniform_query_lens
 from specdec.verifier.state import DecodeState
 
 logger = logging.getLogger(__name__)
@@ -74,6 +74,8 @@ def build(
 ) -> Parts:
     """Check everything that files can tell, then load, allocate and capture."""
     device = config.torch_device
+    check_device("model", model, device)
+    check_device("draft", draft, device)
     target_source = read_source(model, config)
     if draft == "auto":
         draft = auto_draft(target_source.config, target_source.tokenizer)
@@ -92,7 +94,7 @@ def build(
         raise ValueError(
             f"exact=True: attention backend {backend.name!r} is not batch-invariant on {device}"
         )
-    query_lens = [1 + k for k in limits.allowed_k]
+    query_lens: Sequence[int] = [1 + k for k in limits.allowed_k]
     supports, draft_backend, own = [backend.cg_support], backend, config
     if draft_source is not None:
         # A draft keeps its own dtype on a GPU: cast to the target's it may overflow.
@@ -102,14 +104,7 @@ def build(
             own = replace(config, dtype=str(dtype_of(config, target_source, device))[6:])
         draft_backend = _choose_backend(own, draft_source, limits, device).backend
         supports.append(draft_backend.cg_support)
-    mode, full_lens = resolve_uniform_query_lens(
-        config.graph_mode,
-        min(supports),
-        query_lens,
-        piecewise_available=(
-            config.compilation.no_piecewise is None and config.model_impl == "specdec"
-        ),
-    )
+    mode, query_lens, downgrade = resolve_mode(config, min(supports), query_lens)
 
     lora = read_adapters(config.lora, target_source.config, config.max_lora_rank)
     draft_lora = read_draft_lora(config, draft_source)
@@ -151,9 +146,8 @@ def build(
         drafter = CombinedDrafter(make_lookup(lookup, config.suffix_history), drafter)
     if drafter is not None:
         drafter.attach(state, num_blocks, limits.max_k)
-    query_lens = list(full_lens) or query_lens
     rounds = make_rounds_choice(config, drafter, mode, device)
-    dispatcher = make_dispatcher(config, state, mode, query_lens, rounds.counts)
+    dispatcher = make_dispatcher(config, state, mode, query_lens, downgrade, rounds.counts)
     flat = make_flat_model(config, target, kv_cache, state, dispatcher)
     step = DecodeStep(
         model=target,
@@ -187,6 +181,7 @@ def build(
         draft_lag=drafter.kv_lag if drafter is not None else 0,
         prefix_caching=config.enable_prefix_caching,
         lookahead=drafter.lookahead if drafter is not None else 0,
+        graphed_tokens=dispatcher.largest_mixed,
     )
     intake = Intake(
         tokenizer=target_source.tokenizer,

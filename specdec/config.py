@@ -225,7 +225,9 @@ class EngineConfig:
                 f"compilation_config: {', '.join(unknown)} not supported; "
                 f"known keys are {', '.join(COMPILATION_KEYS)}"
             )
-        _ = self.compilation
+        unsupported = self.compilation.unsupported_on(self.torch_device)
+        if unsupported is not None:
+            raise ValueError(f"compilation_config: {unsupported}")
 
     @property
     def compilation(self) -> CompilationConfig:

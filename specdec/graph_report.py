@@ -15,6 +15,19 @@ DECODE_ROLES = ("step", "target")
 
 def start_up_line(rows: "Sequence[GraphRow]", seconds: float) -> str:
     """Up to where batches have graphs, and what capturing them took."""
+    parts = _coverage([row for row in rows if not row.descriptor.has_lora])
+    if not parts:
+        return "no graphs were captured at start-up"
+    adapted = _coverage([row for row in rows if row.descriptor.has_lora])
+    if adapted == parts:
+        parts.append("all of it with adapters too")
+    elif adapted:
+        parts.append(f"with adapters {', '.join(adapted)}")
+    num_bytes = sum(row.num_bytes for row in rows)
+    return "; ".join([*parts, f"{seconds:.1f} s", f"{num_bytes / 2**20:.0f} MiB"])
+
+
+def _coverage(rows: "Sequence[GraphRow]") -> list[str]:
     reach: dict[int, list[int]] = {}
     for k, counts in sorted(uniform_counts(rows).items()):
         reach.setdefault(max(counts), []).append(k)
@@ -26,10 +39,7 @@ def start_up_line(rows: "Sequence[GraphRow]", seconds: float) -> str:
         sizes = [r.descriptor.num_tokens for r in rows if r.mode == mode and is_flat(r)]
         if sizes:
             parts.append(f"{mode} with prompts up to {max(sizes)} tokens")
-    if not parts:
-        return "no graphs were captured at start-up"
-    num_bytes = sum(row.num_bytes for row in rows)
-    return "; ".join([*parts, f"{seconds:.1f} s", f"{num_bytes / 2**20:.0f} MiB"])
+    return parts
 
 
 def uniform_counts(rows: "Iterable[GraphRow]") -> dict[int, list[int]]:

@@ -8,7 +8,12 @@ from specdec.verifier.flat_model import FlatModel
 from specdec.verifier.graph import GraphPool
 from specdec.verifier.kv_cache import KVCache
 from specdec.verifier.models.base import LanguageModel
-from specdec.verifier.modes import CUDAGraphMode
+from specdec.verifier.modes import (
+    AttentionCGSupport,
+    CUDAGraphMode,
+    Downgrade,
+    resolve_uniform_query_lens,
+)
 from specdec.verifier.state import DecodeState
 
 # Off a GPU a graph of a batch with prompts saves nothing, and its recording keeps what every layer
@@ -16,11 +21,24 @@ from specdec.verifier.state import DecodeState
 MAX_MIXED_TOKENS_OFF_GPU = 64
 
 
+def resolve_mode(
+    config: EngineConfig, support: AttentionCGSupport, query_lens: Sequence[int]
+) -> tuple[CUDAGraphMode, Sequence[int], Downgrade]:
+    """The mode to serve, the query lengths with FULL graphs or else all, and what is less than
+    was asked for.
+    """
+    has_pieces = config.compilation.no_piecewise is None and config.model_impl == "specdec"
+    asked = (config.graph_mode, support, query_lens, has_pieces)
+    mode, full_lens = resolve_uniform_query_lens(*asked)
+    return mode, full_lens or query_lens, Downgrade.of(*asked)
+
+
 def make_dispatcher(
     config: EngineConfig,
     state: DecodeState,
     mode: CUDAGraphMode,
     query_lens: Sequence[int],
+    downgrade: Downgrade,
     rounds: Sequence[int] = (),
 ) -> CudagraphDispatcher:
     """The keys of the decode pass and of batches with prompts.
@@ -39,6 +57,7 @@ def make_dispatcher(
         uniform_request_counts=config.uniform_request_counts,
         max_num_batched_tokens=most,
         rounds=rounds,
+        downgrade=downgrade,
     )
     return dispatcher
 

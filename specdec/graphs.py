@@ -53,7 +53,9 @@ class _Key:
         role = "target" if self.of is None else self.of.role
         shape = self.descriptor
         times = f"{self.rounds} rounds of " if self.rounds > 1 else ""
-        return f"{role} {self.mode} of {times}{shape.num_tokens} tokens, {shape.num_reqs} requests"
+        sizes = f"{shape.num_tokens} tokens, {shape.num_reqs} requests"
+        adapters = " with adapters" if shape.has_lora else ""
+        return f"{role} {self.mode} of {times}{sizes}{adapters}"
 
 
 class Progress(Protocol):
@@ -166,9 +168,12 @@ class EngineGraphs:
         dispatcher: CudagraphDispatcher | None = None,
         rounds: int = 1,
     ) -> str | None:
-        """Why a batch got no FULL graph."""
+        """Why a batch got no FULL graph, and why no PIECEWISE one where it might have had one."""
+        dispatcher = dispatcher or self.dispatcher
         forbidden = self.flat.model.attention_backend.forbids_full(batch)
-        return forbidden or (dispatcher or self.dispatcher).explain(batch, rounds=rounds)
+        if forbidden is None:
+            return dispatcher.explain(batch, rounds=rounds)
+        return dispatcher.explain(batch, rounds=rounds, allow_full=False, forbidden=forbidden)
 
     def _dispatch(
         self,
@@ -232,8 +237,10 @@ class EngineGraphs:
         if progress is not None:
             progress(len(keys), len(keys), "done")
 
-    def enable_lora(self) -> None:
+    @torch.inference_mode()
+    def enable_lora(self, num_slots: int) -> None:
         """From now on batches with adapters have graphs of their own, beside those without."""
+        self.flat.enable_lora(num_slots)
         own = {id(each.dispatcher): each.dispatcher for each in self.passes if each.reads_adapters}
         for dispatcher in own.values():
             dispatcher.add_lora_keys()

@@ -112,7 +112,7 @@ class LoraManager:
     def _use(self, table: AdapterTable) -> None:
         table.attach()
         self._table = self._scheduler.adapters = self._intake.adapters = table
-        self._runner.enable_lora()
+        self._runner.enable_lora(table.slots.max_loras)
 
 
 def lora_names(prompts: list[Any], lora: Any) -> list[str | None]:

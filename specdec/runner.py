@@ -186,9 +186,9 @@ class Runner:
         index = upload(rows, torch.int64, self.device)
         self.state.column("k").index_fill_(0, index, k)
 
-    def enable_lora(self) -> None:
+    def enable_lora(self, num_slots: int) -> None:
         """From now on batches with adapters have graphs of their own, beside those without."""
-        self._graphs.enable_lora()
+        self._graphs.enable_lora(num_slots)
 
     def graph_table(self) -> list[GraphRow]:
         return self._graphs.table()
@@ -293,6 +293,8 @@ class Runner:
         if mode is not CUDAGraphMode.FULL:
             kind = "prefill beside decode rows" if rows else "prefill"
             reason = f"{kind}: {self._graphs.explain(descriptor)}"
+            if self.catchup_width:
+                reason += "; the drafter reads prompts on no graph"
         record = StepRecord(
             mode=mode.name,
             descriptor=padded,

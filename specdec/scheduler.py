@@ -45,9 +45,10 @@ class Scheduler:
     Decode rows come first and are scheduled with their whole 1 + k or not at all; where the budget
     does not hold all of them they take turns, so each runs at least once in
     ``ceil(rows / (budget // (1 + k)))`` steps. While prompts wait, a quarter of the budget is
-    theirs. When the pool is short of blocks the last in rank gives up its own and is recomputed
-    later; the first always goes on, so every request ends. A text whose adapter finds all slots
-    in use by others waits at the head of the queue, and only texts without an adapter pass it.
+    theirs; beside decode rows they get no more than a graph holds. When the pool is short of
+    blocks the last in rank gives up its own and is recomputed later; the first always goes on, so
+    every request ends. A text whose adapter finds all slots in use by others waits at the head of
+    the queue, and only texts without an adapter pass it.
     """
 
     def __init__(
@@ -61,10 +62,12 @@ class Scheduler:
         draft_lag: int,
         prefix_caching: bool,
         lookahead: int = 0,
+        graphed_tokens: int | None = None,
     ) -> None:
         """
         draft_lag: committed tokens at the end of a text that a drafter's KV may lack.
         lookahead: tokens after a position that a drafter's KV of it depends on.
+        graphed_tokens: of the largest batch with prompts that has a graph.
         """
         self.max_num_batched_tokens = max_num_batched_tokens
         self.block_size = block_size
@@ -74,6 +77,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.draft_lag = draft_lag
         self.lookahead = lookahead
+        self.graphed_tokens = graphed_tokens
         self.prefix_caching = prefix_caching
         self.adapters: AdapterTable | None = None
         self.num_preemptions = 0
@@ -164,7 +168,8 @@ class Scheduler:
         return sorted(chosen, key=lambda r: r.rank)
 
     def _schedule_prefills(self, plan: StepPlan) -> None:
-        budget = self.max_num_batched_tokens - len(plan.decodes) * (1 + plan.k)
+        num_decoded = len(plan.decodes) * (1 + plan.k)
+        budget = self._step_budget(num_decoded) - num_decoded
         for request in self.running:
             if not request.is_prefilled and budget > 0:
                 budget -= self._add_chunk(request, budget, plan)
@@ -188,6 +193,15 @@ class Scheduler:
             self.running.append(request)
             plan.admitted.append(request)
             budget -= self._add_chunk(request, budget, plan)
+
+    def _step_budget(self, num_decoded: int) -> int:
+        """Tokens of a step with so many of decode rows: what graphs hold, where that leaves prompts
+        their quarter of the budget.
+        """
+        budget, graphed = self.max_num_batched_tokens, self.graphed_tokens
+        if num_decoded == 0 or graphed is None or graphed - num_decoded < budget // 4:
+            return budget
+        return min(budget, graphed)
 
     def _next_waiting(self) -> Request | None:
         """The earliest request that may start, its adapter pinned in a slot."""

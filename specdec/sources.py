@@ -34,6 +34,16 @@ def read_source(model: str | Path | CausalLM | None, config: EngineConfig) -> So
     return Source(model, model_config, load_tokenizer(path))
 
 
+def check_device(field: str, model: object, device: torch.device) -> None:
+    """Raise ValueError where a model that is loaded already lies on another device."""
+    if isinstance(model, CausalLM):
+        # "cuda" is the current one of several.
+        own = model.device
+        index = device.index if device.index is not None or own.type != "cuda" else own.index
+        if own != torch.device(device.type, index):
+            raise ValueError(f"{field}: its weights are on {own}, the engine's device is {device}")
+
+
 def load_source(
     source: Source, config: EngineConfig, backend: AttentionBackend, device: torch.device
 ) -> LanguageModel:

@@ -17,8 +17,11 @@ LENGTHS, CONTEXTS = [3, 7, 1], [9, 0, 0]
 LIVE = sum(LENGTHS)
 
 
-def mixed_batch(seed: int = 0):
-    """Ids, positions and metadata of a batch; request r owns blocks r * WIDTH and up."""
+def mixed_batch(seed: int = 0, slots=None):
+    """Ids, positions and metadata of a batch; request r owns blocks r * WIDTH and up.
+
+    ``slots``: the requests' adapter slots, or None.
+    """
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, 128, (LIVE,), generator=generator)
     positions = torch.cat([torch.arange(c, c + n) for c, n in zip(CONTEXTS, LENGTHS, strict=True)])
@@ -35,6 +38,7 @@ def mixed_batch(seed: int = 0):
         slot_mapping=blocks * BLOCK_SIZE + positions % BLOCK_SIZE,
         max_query_len=max(LENGTHS),
         uniform=False,
+        adapter_slots=None if slots is None else torch.tensor(slots)[owner],
     )
     return ids, positions, metadata
 
@@ -48,24 +52,25 @@ def flat(model, *, debug=True, verify=False, **compilation):
     )  # fmt: skip
 
 
-def key_for(num_tokens: int) -> BatchDescriptor:
-    return BatchDescriptor(num_tokens, min(num_tokens, MAX_SEQS))
+def key_for(num_tokens: int, has_lora: bool = False) -> BatchDescriptor:
+    return BatchDescriptor(num_tokens, min(num_tokens, MAX_SEQS), False, has_lora)
 
 
 @torch.inference_mode()
-def run(runner: FlatModel, mode, num_tokens: int = LIVE, seed: int = 0):
+def run(runner: FlatModel, mode, num_tokens: int = LIVE, seed: int = 0, slots=None):
     """Hidden states and the cache after one mixed batch, from the same cache each time."""
     runner.kv_cache.data.normal_(generator=torch.Generator().manual_seed(3))
-    ids, positions, metadata = mixed_batch(seed)
-    with set_forward_context(cudagraph_runtime_mode=mode, batch_descriptor=key_for(num_tokens)):
+    ids, positions, metadata = mixed_batch(seed, slots)
+    key = key_for(num_tokens, slots is not None)
+    with set_forward_context(cudagraph_runtime_mode=mode, batch_descriptor=key):
         hidden = runner.forward(ids, positions, runner.kv_cache, metadata)
     return hidden.clone(), runner.kv_cache.data[:, :, :-1].clone()
 
 
-def capture(runner: FlatModel, mode, *sizes: int) -> None:
+def capture(runner: FlatModel, mode, *sizes: int, has_lora: bool = False) -> None:
     with runner.pool.capture_window():
         for size in sizes:
-            runner.capture(mode, key_for(size))
+            runner.capture(mode, key_for(size, has_lora))
 
 
 def same(one, other) -> bool:

@@ -4,6 +4,7 @@ Kernels stay opaque (``kernel_ops.py``), so both give the same bits. ``inductor.
 needs Inductor and is imported where a piece is compiled.
 """
 
+import importlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -20,6 +21,12 @@ from specdec.verifier.split import SplitModel, split, trace_model
 logger = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "eager", "inductor")
+# What Inductor has where it lets others say where to cut, and wrap what it has cut.
+_PARTITION_API = (
+    "torch._inductor.config.graph_partition",
+    "torch._inductor.config.custom_should_partition_ops",
+    "torch._inductor.utils.set_customized_partition_wrappers",
+)
 PieceFunction = Callable[..., tuple[Tensor, ...]]
 
 NO_COMPILATION, STOCK_TORCH_COMPILE, DYNAMO_TRACE_ONCE, PIECEWISE_COMPILE = range(4)
@@ -37,7 +44,8 @@ class CompilationConfig:
         splitting_ops: operators that stand between the pieces of PIECEWISE graphs. A list without
             "specdec::attention" has none of them.
         compile_sizes: numbers of tokens that get a piece of static shape, tuned.
-        use_inductor_graph_partition: not supported; the model is always cut before Inductor.
+        use_inductor_graph_partition: Inductor compiles the whole model and cuts it at splitting_ops
+            itself, instead of compiling the pieces of a model that was cut. On a GPU.
         cache_dir: where compiled pieces are kept. Default: SPECDEC_CACHE_DIR, or
             ~/.cache/specdec/compile. The folder may be copied to another machine.
     """
@@ -64,8 +72,8 @@ class CompilationConfig:
             )
         if self.mode == NO_COMPILATION and self._asks_for_compilation:
             raise ValueError(
-                "compilation_config: mode 0 compiles nothing, but backend or compile_sizes asks "
-                "for it; use mode 3"
+                "compilation_config: mode 0 compiles nothing, but backend, compile_sizes or "
+                "use_inductor_graph_partition asks for it; use mode 3"
             )
         known = {op._schema.name for op in KERNEL_OPS.values()} | {OPAQUE_ATTENTION}
         unknown = sorted(set(self.split_at) - known)
@@ -74,11 +82,35 @@ class CompilationConfig:
                 f"compilation_config: splitting_ops {', '.join(unknown)} not known; "
                 f"the model's operators are {', '.join(sorted(known))}"
             )
-        if self.use_inductor_graph_partition:
+        if type(self.use_inductor_graph_partition) is not bool:
             raise ValueError(
-                "compilation_config: use_inductor_graph_partition is not supported; "
-                "the model is cut at splitting_ops before Inductor sees it"
+                "compilation_config: use_inductor_graph_partition must be true or false, "
+                f"not {self.use_inductor_graph_partition!r}"
             )
+        if self.use_inductor_graph_partition:
+            self._check_partition()
+
+    def _check_partition(self) -> None:
+        name = "compilation_config: use_inductor_graph_partition"
+        if self.level != PIECEWISE_COMPILE or self.backend == "eager":
+            raise ValueError(
+                f"{name} needs mode 3 and backend inductor, not mode {self.level} and backend "
+                f"{self.backend}"
+            )
+        missing = [each for each in _PARTITION_API if not _exists(each)]
+        if missing:
+            raise ValueError(
+                f"{name} needs {' and '.join(missing)}, which torch {torch.__version__} lacks"
+            )
+
+    def unsupported_on(self, device: torch.device) -> str | None:
+        """What these settings ask that the device cannot give, or None."""
+        if self.use_inductor_graph_partition and device.type != "cuda":
+            return (
+                "use_inductor_graph_partition: Inductor makes partitions of code for GPUs only, "
+                f"and the device is {device.type}"
+            )
+        return None
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> "CompilationConfig":
@@ -91,7 +123,8 @@ class CompilationConfig:
 
     @property
     def _asks_for_compilation(self) -> bool:
-        return self.backend != "auto" or bool(self.compile_sizes)
+        asked = self.use_inductor_graph_partition or bool(self.compile_sizes)
+        return self.backend != "auto" or asked
 
     @property
     def level(self) -> int:
@@ -129,11 +162,19 @@ class CompilationConfig:
         return "inductor" if device.type == "cuda" else "eager"
 
 
+def _exists(name: str) -> bool:
+    module, _, attribute = name.rpartition(".")
+    return hasattr(importlib.import_module(module), attribute)
+
+
 def compile_pieces(
-    model: CausalLM, config: CompilationConfig
+    model: CausalLM, config: CompilationConfig, has_lora: bool = False
 ) -> tuple[SplitModel, list[PieceFunction]]:
-    """The model's pass as a chain, and the function that runs each of its distinct pieces."""
-    chain = split(trace_model(model), model, config.split_at)
+    """The model's pass as a chain, and the function that runs each of its distinct pieces.
+
+    ``has_lora``: of the pass over rows with adapters, whose slots the model has.
+    """
+    chain = split(trace_model(model, has_lora), model, config.split_at)
     if config.backend_on(model.device) == "eager":
         if config.compile_sizes:
             logger.warning("compile_sizes are not used: backend eager compiles nothing")

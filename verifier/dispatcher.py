@@ -8,13 +8,14 @@ that lies in that list. Wrappers obey it (see ``graph.py``).
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 
-from specdec.verifier.modes import BatchDescriptor, CUDAGraphMode
+from specdec.verifier.modes import BatchDescriptor, CUDAGraphMode, Downgrade
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 
-# Largest default graph of a mixed batch, in tokens. Beyond it a forward pass computes for longer
-# than its launches take.
-DEFAULT_MAX_MIXED_TOKENS = 512
+# Tokens of prompts for which default graphs of mixed batches have room beside all decode rows, or a
+# quarter of the budget where that is more. A pass over more computes for longer than its launches
+# take.
+DEFAULT_MIXED_PROMPT_TOKENS = 512
 
 
 def capture_ladder(limit: int) -> list[int]:
@@ -58,6 +59,7 @@ class CudagraphDispatcher:
         # Ascending token counts of the keys for all other batches, per (mode, has_lora).
         self._mixed_sizes: dict[tuple[CUDAGraphMode, bool], list[int]] = {}
         self._removed: dict[tuple[CUDAGraphMode, BatchDescriptor, int], str] = {}
+        self._downgrade: Downgrade | None = None
 
     def initialize_cudagraph_keys(
         self,
@@ -68,6 +70,7 @@ class CudagraphDispatcher:
         uniform_request_counts: Sequence[int] | None = None,
         max_num_batched_tokens: int | None = None,
         rounds: Sequence[int] = (),
+        downgrade: Downgrade | None = None,
     ) -> None:
         """Replaces all keys by those of ``mode``, which must be resolved already.
 
@@ -80,6 +83,7 @@ class CudagraphDispatcher:
         max_num_batched_tokens: no mixed batch is larger; bounds the default mixed sizes.
         rounds: numbers of rounds above 1 that uniform batches have graphs of, beside those of one
             round; at request counts of ``round_counts``.
+        downgrade: from what was asked for to ``mode`` and these lengths, for ``explain``.
 
         Raises ``ValueError`` where a list lacks the widest uniform shape (``max_num_seqs``
         requests), naming the field and the list to use: a list is never cut or completed silently.
@@ -106,9 +110,10 @@ class CudagraphDispatcher:
         mixed_sizes: dict[tuple[CUDAGraphMode, bool], list[int]] = {}
         if mode.mixed_mode() is not NONE:
             if sizes is None:
-                widest = self.max_num_seqs * max(query_lens, default=1)
-                largest = max(widest, DEFAULT_MAX_MIXED_TOKENS)
-                sizes = capture_ladder(min(largest, max_num_batched_tokens or largest))
+                budget = max_num_batched_tokens or 0
+                room = max(DEFAULT_MIXED_PROMPT_TOKENS, budget // 4)
+                largest = self.max_num_seqs * max(query_lens, default=1) + room
+                sizes = capture_ladder(min(largest, budget or largest))
             for has_lora in adapters:
                 mixed_sizes[mode.mixed_mode(), has_lora] = list(sizes)
 
@@ -116,6 +121,12 @@ class CudagraphDispatcher:
         self._uniform_counts = uniform_counts
         self._mixed_sizes = mixed_sizes
         self._removed = {}
+        self._downgrade = downgrade
+
+    @property
+    def largest_mixed(self) -> int | None:
+        """Tokens of the largest graph that holds batches of any kind; None where there is none."""
+        return max((sizes[-1] for sizes in self._mixed_sizes.values() if sizes), default=None)
 
     def dispatch(
         self, batch: BatchDescriptor, *, allow_full: bool = True, rounds: int = 1
@@ -150,36 +161,84 @@ class CudagraphDispatcher:
         return NONE, batch
 
     def explain(
-        self, batch: BatchDescriptor, *, allow_full: bool = True, rounds: int = 1
+        self,
+        batch: BatchDescriptor,
+        *,
+        allow_full: bool = True,
+        rounds: int = 1,
+        forbidden: str = "a property of the batch forbids FULL",
     ) -> str | None:
-        """Why ``dispatch`` gives ``batch`` no FULL graph, in one line; None where it does."""
-        if self.dispatch(batch, allow_full=allow_full, rounds=rounds)[0] is FULL:
+        """Why ``dispatch`` gives ``batch`` no FULL graph, in one line; None where it does.
+
+        Where it gives no graph at all under a mode with PIECEWISE, why not that one either.
+        ``forbidden`` says what ``allow_full=False`` stands for.
+        """
+        served = self.dispatch(batch, allow_full=allow_full, rounds=rounds)[0]
+        if served is FULL:
             return None
+        if not allow_full and self.dispatch(batch, rounds=rounds)[0] is FULL:
+            why = forbidden
+        else:
+            why = self._why_not_full(batch, rounds)
+        if rounds == 1 and served is NONE and self.mode.has_piecewise_cudagraphs():
+            why += f"; {self._why_not_mixed(PIECEWISE, batch)}"
+        return why
+
+    def _why_not_full(self, batch: BatchDescriptor, rounds: int) -> str:
         if not self.mode.has_full_cudagraphs():
-            return f"cudagraph_mode is {self.mode}"
-        if not allow_full:
-            return "a property of the batch forbids FULL"
+            return f"cudagraph_mode is {self.mode}{self._in_place_of()}"
         if batch.num_reqs > self.max_num_seqs:
             return f"{batch.num_reqs} requests are more than max_num_seqs {self.max_num_seqs}"
-        if not batch.uniform and self.mode.mixed_mode() is not FULL:
-            return f"the batch is not uniform and cudagraph_mode is {self.mode}"
-        removed = [
-            why
-            for (mode, key, of_rounds), why in self._removed.items()
-            if mode is FULL
-            and of_rounds == rounds
-            and key.has_lora == batch.has_lora
-            and self._fits(batch, key)
-        ]
-        if removed:
-            return removed[0]
-        if batch.has_lora and not any(has_lora for _, has_lora, _ in self._uniform_counts):
-            return "no graphs were captured with LoRA"
+        in_mixed = self.mode.mixed_mode() is FULL
+        if not batch.uniform and not in_mixed:
+            only = f"cudagraph_mode {self.mode} has FULL graphs of uniform batches only"
+            return only + self._in_place_of()
+        removed = self._why_removed(FULL, batch, rounds)
+        if removed is not None:
+            return removed
         if rounds > 1:
             return f"no graph of {rounds} rounds holds such a batch"
+        reasons = []
         if batch.uniform:
-            return f"no FULL graph has query length {batch.query_len}"
-        return f"{batch.num_tokens} tokens are more than the largest FULL graph holds"
+            adapted = " with adapters" if batch.has_lora else ""
+            why = self._downgrade and self._downgrade.reasons.get(batch.query_len)
+            lacking = f"no FULL graph{adapted} has query length {batch.query_len}"
+            reasons.append(f"{lacking} ({why})" if why else lacking)
+        if in_mixed:
+            reasons.append(self._why_not_mixed(FULL, batch))
+        return "; ".join(reasons)
+
+    def _why_not_mixed(self, mode: CUDAGraphMode, batch: BatchDescriptor) -> str:
+        """Why no graph of ``mode`` for batches of any kind holds this one."""
+        removed = self._why_removed(mode, batch, 1)
+        if removed is not None:
+            return removed
+        sizes = self._mixed_sizes.get((mode, batch.has_lora), [])
+        adapted = " with adapters" if batch.has_lora else ""
+        if not sizes:
+            return f"there is no {mode} graph{adapted}"
+        return (
+            f"{batch.num_tokens} tokens are more than the largest {mode} graph{adapted} holds, "
+            f"{sizes[-1]}"
+        )
+
+    def _why_removed(self, mode: CUDAGraphMode, batch: BatchDescriptor, rounds: int) -> str | None:
+        """Why a key that would hold the batch is gone."""
+        for (of_mode, key, of_rounds), why in self._removed.items():
+            if (
+                (of_mode, of_rounds) == (mode, rounds)
+                and key.has_lora == batch.has_lora
+                and self._fits(batch, key)
+            ):
+                return why
+        return None
+
+    def _in_place_of(self) -> str:
+        """The mode that was asked for, where it is another, and why it is not served."""
+        if self._downgrade is None or self._downgrade.asked is self.mode:
+            return ""
+        why = ", ".join(dict.fromkeys(self._downgrade.reasons.values()))
+        return f" where {self._downgrade.asked} was asked for ({why})"
 
     @property
     def rounds(self) -> list[int]:
@@ -212,7 +271,7 @@ class CudagraphDispatcher:
     ) -> None:
         """Takes one key away, as where its capture failed; batches then take the next that fits.
 
-        ``explain`` gives ``reason`` for a batch that is left without a FULL graph. Raises
+        ``explain`` gives ``reason`` for a batch that it leaves without such a graph. Raises
         ``KeyError`` if there is no such key.
         """
         if (mode, key) not in self.capture_list(rounds):
@@ -224,14 +283,16 @@ class CudagraphDispatcher:
         self._removed[mode, key, rounds] = reason
 
     def add_lora_keys(self) -> None:
-        """Gives every uniform key a twin with ``has_lora``; other batches with adapters get none.
+        """Gives every key a twin with ``has_lora``, for adapters that come later.
 
-        The same as ``initialize_cudagraph_keys(lora=True)`` does for uniform keys, for adapters
-        that come later.
+        The same as ``initialize_cudagraph_keys(lora=True)`` does.
         """
         for (query_len, has_lora, rounds), counts in list(self._uniform_counts.items()):
             if not has_lora:
                 self._uniform_counts[query_len, True, rounds] = list(counts)
+        for (mode, has_lora), sizes in list(self._mixed_sizes.items()):
+            if not has_lora:
+                self._mixed_sizes[mode, True] = list(sizes)
 
     def restore_key(self, mode: CUDAGraphMode, key: BatchDescriptor, rounds: int = 1) -> None:
         """Gives back a key that ``remove_key`` took. Raises ``KeyError`` if it took none such."""

@@ -7,23 +7,27 @@ capture, and for uniform batches with a FULL graph of their own, the model runs 
 Shape letters: T tokens, R requests, W width of a block table.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from specdec.kernels.lora_rows import packed_size, slot_tiles
 from specdec.verifier.attention.base import PAD_SLOT_ID, AttentionMetadata
-from specdec.verifier.attention.op import LayerAttention, PagedAttention
-from specdec.verifier.compile import CompilationConfig, PieceFunction, compile_pieces
+from specdec.verifier.attention.op import PagedAttention
+from specdec.verifier.chain import Chain
+from specdec.verifier.compile import CompilationConfig, compile_pieces
 from specdec.verifier.context import ForwardContext, get_forward_context, set_forward_context
 from specdec.verifier.graph import CUDAGraphWrapper, GraphPool, GraphRow
 from specdec.verifier.kv_cache import KVCache
 from specdec.verifier.models.base import LanguageModel
 from specdec.verifier.models.llama import CausalLM
+from specdec.verifier.models.lora import max_groups
 from specdec.verifier.modes import BatchDescriptor, CUDAGraphMode
-from specdec.verifier.split import OpCall, PieceCall, SplitModel
-from specdec.verifier.tensor_tree import tensors
+
+if TYPE_CHECKING:
+    from specdec.verifier.partitioned import PartitionedModel
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 
@@ -59,9 +63,10 @@ class FlatModel:
         self._state: list[Tensor] | None = [] if verify else None
         self._debug = debug
         self._captured: set[tuple[CUDAGraphMode, BatchDescriptor]] = set()
-        self._chain: _Chain | None = None
+        # Without adapters, and with them once there are any.
+        self._chains: dict[bool, Chain | PartitionedModel] = {}
         if compilation.is_compiled:
-            self._chain = self._make_chain()
+            self._chain(has_lora=False)
 
         device, config = model.device, model.config
 
@@ -80,6 +85,9 @@ class FlatModel:
         self._slot_mapping = torch.full(
             (max_num_tokens,), PAD_SLOT_ID, dtype=torch.int64, device=device
         )
+        self._num_adapter_slots = 0
+        self._adapter_slots = self._slot_mapping[:0]
+        self._adapter_tiles = self._seq_lens[:0]
         self._full = CUDAGraphWrapper(
             self._run, FULL, role=role, pool=pool, debug=debug, verify_state=self._state
         )
@@ -103,6 +111,17 @@ class FlatModel:
             return self._straight(input_ids, positions, attn)
         return self._padded(context, descriptor, input_ids, positions, attn)
 
+    def enable_lora(self, num_slots: int) -> None:
+        """From now on batches may have adapters, which lie in so many slots."""
+        assert self._num_adapter_slots == 0
+        self._num_adapter_slots = num_slots
+        self._adapter_slots = torch.full_like(self._slot_mapping, -1)
+        if self.model.device.type == "cuda":
+            sizes = map(self._tiles_size, range(1, self._slot_mapping.shape[0] + 1))
+            self._adapter_tiles = self._seq_lens.new_zeros(max(sizes))
+        if self._compilation.is_compiled:
+            self._chain(has_lora=True)
+
     @torch.inference_mode()
     def capture(self, mode: CUDAGraphMode, key: BatchDescriptor) -> None:
         """Run a batch of padding of this shape once without a graph, then capture it.
@@ -111,8 +130,8 @@ class FlatModel:
         """
         if self.has_graph(mode, key):
             return
-        if mode is PIECEWISE and self._chain is None:
-            self._chain = self._make_chain()
+        if mode is PIECEWISE:
+            self._chain(key.has_lora)
         # The recorder needs no warm-up: there is nothing to compile or to set up.
         on_gpu = self.model.device.type == "cuda"
         for each in (NONE, mode) if on_gpu else (mode,):
@@ -132,6 +151,7 @@ class FlatModel:
             slot_mapping=torch.full_like(tokens, PAD_SLOT_ID),
             max_query_len=key.num_tokens,
             uniform=False,
+            adapter_slots=torch.full_like(tokens, -1) if key.has_lora else None,
         )
         with (
             self.pool.stream(),
@@ -142,37 +162,62 @@ class FlatModel:
     @property
     def num_pieces(self) -> int:
         """Distinct pieces of the model; 0 before it was split."""
-        return len(self._chain.split.pieces) if self._chain is not None else 0
+        return self._chains[False].num_pieces if self._chains else 0
 
     def has_graph(self, mode: CUDAGraphMode, key: BatchDescriptor) -> bool:
         return (mode, _key_of(mode, key)) in self._captured
 
     def table(self) -> list[GraphRow]:
         """One row per key; a PIECEWISE row sums up its pieces."""
-        pieces = self._chain.table() if self._chain is not None else []
+        pieces = [row for chain in self._chains.values() for row in chain.table()]
         return pieces + self._full.table()
 
     def clear(self) -> None:
         self._captured.clear()
         self._full.clear()
-        if self._chain is not None:
-            self._chain.clear()
+        for chain in self._chains.values():
+            chain.clear()
+        # It holds on to the adapters' weights.
+        self._chains.pop(True, None)
 
-    def _make_chain(self) -> "_Chain":
+    def _chain(self, has_lora: bool) -> "Chain | PartitionedModel":
+        """The model in pieces, compiled when first asked for."""
+        if has_lora not in self._chains:
+            self._chains[has_lora] = self._make_chain(has_lora)
+        return self._chains[has_lora]
+
+    def _make_chain(self, has_lora: bool) -> "Chain | PartitionedModel":
         # No other model can be cut: PIECEWISE graphs and compilation are refused for it.
         assert isinstance(self.model, CausalLM)
-        split, functions = compile_pieces(self.model, self._compilation)
-        return _Chain(split, functions, self.pool, self.role, self._debug, self._state)
+        compilation = self._compilation
+        if compilation.use_inductor_graph_partition:
+            from specdec.verifier.partitioned import PartitionedModel
+
+            return PartitionedModel(
+                self.model,
+                compilation,
+                has_lora,
+                self.kv_cache,
+                self.pool,
+                self.role,
+                self._debug,
+                self._state,
+            )
+        split, functions = compile_pieces(self.model, compilation, has_lora)
+        return Chain(split, functions, self.pool, self.role, self._debug, self._state)
 
     def _straight(self, input_ids: Tensor, positions: Tensor, attn: AttentionMetadata) -> Tensor:
         """Without graphs of this object: through compiled pieces where there are any."""
-        if not self._compilation.is_compiled or attn.adapter_slots is not None:
-            # Pieces know nothing of adapters.
+        if not self._compilation.is_compiled:
             return self.model.forward(input_ids, positions, self.kv_cache, attn)
-        assert self._chain is not None
         attend = PagedAttention(self.model.attention_backend, self.kv_cache, attn)
         # Direct attention makes tensors of its own.
-        return self._chain.run(input_ids, positions, self._attention_out[:0], attend)
+        inputs = [input_ids, positions, self._attention_out[:0]]
+        slots = attn.adapter_slots
+        if slots is not None:
+            num_groups = max_groups(attn.context_lens.shape[0], self._num_adapter_slots)
+            inputs += [slots, slot_tiles(slots, num_groups, self.model.dtype)]
+        return self._chain(slots is not None).run(inputs, attend)
 
     def _padded(
         self,
@@ -185,6 +230,10 @@ class FlatModel:
         live, padded = input_ids.shape[0], descriptor.num_tokens
         _stage(self._ids[:padded], input_ids, 0)
         _stage(self._positions[:padded], positions, 0)
+        assert (attn.adapter_slots is not None) == descriptor.has_lora
+        if attn.adapter_slots is not None:
+            _stage(self._adapter_slots[:padded], attn.adapter_slots, -1)
+            attn = replace(attn, adapter_slots=self._adapter_slots[:padded])
         if context.cudagraph_runtime_mode is FULL:
             attn = self._stage_metadata(attn, descriptor)
         with set_forward_context(
@@ -196,15 +245,36 @@ class FlatModel:
         ):
             # The metadata of a PIECEWISE batch is not static: its attention reads the context.
             static = attn if context.cudagraph_runtime_mode is FULL else None
-            hidden = self._full(self._ids[:padded], self._positions[:padded], static)
+            hidden = self._full(
+                self._ids[:padded], self._positions[:padded], static, attn.adapter_slots
+            )
         return hidden[:live]
 
-    def _run(self, input_ids: Tensor, positions: Tensor, attn: AttentionMetadata | None) -> Tensor:
+    def _run(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attn: AttentionMetadata | None,
+        adapter_slots: Tensor | None,
+    ) -> Tensor:
         if attn is not None:
             return self._straight(input_ids, positions, attn)
-        assert self._chain is not None
-        out = self._attention_out[: input_ids.shape[0]]
-        return self._chain.run(input_ids, positions, out, None)
+        num_tokens = input_ids.shape[0]
+        inputs = [input_ids, positions, self._attention_out[:num_tokens]]
+        if adapter_slots is not None:
+            tiles = self._adapter_tiles[: self._tiles_size(num_tokens)]
+            num_groups = self._num_groups(num_tokens)
+            slot_tiles(adapter_slots, num_groups, self.model.dtype, out=tiles)
+            inputs += [adapter_slots, tiles]
+        return self._chain(adapter_slots is not None).run(inputs, None)
+
+    def _num_groups(self, num_tokens: int) -> int:
+        """Of adapters in a batch of so many tokens, at most."""
+        num_reqs = min(num_tokens, self._seq_lens.shape[0])
+        return max_groups(num_reqs, self._num_adapter_slots)
+
+    def _tiles_size(self, num_tokens: int) -> int:
+        return packed_size(num_tokens, self._num_groups(num_tokens), self.model.dtype)
 
     def _stage_metadata(
         self, attn: AttentionMetadata, descriptor: BatchDescriptor
@@ -226,103 +296,8 @@ class FlatModel:
             slot_mapping=self._slot_mapping[:num_tokens],
             max_query_len=num_tokens,
             uniform=False,
+            adapter_slots=attn.adapter_slots,
         )
-
-
-class _Chain:
-    """The pieces in order, each place with a PIECEWISE wrapper of its own."""
-
-    def __init__(
-        self,
-        split: SplitModel,
-        functions: Sequence[PieceFunction],
-        pool: GraphPool,
-        role: str,
-        debug: bool,
-        verify_state: list[Tensor] | None,
-    ) -> None:
-        self.split = split
-        self._last_uses = _last_uses(split)
-        self._wrappers: dict[int, CUDAGraphWrapper] = {}
-        # What eager operators other than attention give, by place and number of tokens.
-        self._op_results: dict[tuple[int, int], Any] = {}
-        for place, call in enumerate(split.calls):
-            if isinstance(call, PieceCall):
-                self._wrappers[place] = CUDAGraphWrapper(
-                    _with_weights(functions[call.piece], call.weights),
-                    PIECEWISE,
-                    role=role,
-                    pool=pool,
-                    debug=debug,
-                    verify_state=verify_state,
-                )
-
-    def run(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        attention_out: Tensor,
-        attend: LayerAttention | None,
-    ) -> Tensor:
-        """``attend`` None: the opaque operator, which reads the batch from the forward context."""
-        values = dict(zip(self.split.inputs, (input_ids, positions, attention_out), strict=True))
-        for place, call in enumerate(self.split.calls):
-            if isinstance(call, PieceCall):
-                results = self._wrappers[place](*[values[name] for name in call.inputs])
-                values.update(zip(call.outputs, results, strict=True))
-            else:
-                self._call_op(place, call, values, attend)
-            for name in self._last_uses[place]:
-                values.pop(name, None)
-        return values[self.split.output]
-
-    def _call_op(
-        self, place: int, call: OpCall, values: dict[str, Tensor], attend: LayerAttention | None
-    ) -> None:
-        args: list[Any] = [
-            values[a] if isinstance(a, str) and a in call.names else a for a in call.args
-        ]
-        if call.is_attention and attend is not None:
-            query, key, value, _, *rest = args
-            # The name of the shared output stands for this layer's until the next attends.
-            values[call.args[3]] = attend(query, key, value, *rest)
-            return
-        result = call.op(*args)
-        if not call.is_attention and attend is None:
-            # The next piece's graph reads it at a fixed address.
-            num_tokens = values[self.split.inputs[0]].shape[0]
-            static = self._op_results.setdefault((place, num_tokens), result)
-            for target, made in zip(tensors(static), tensors(result), strict=True):
-                target.copy_(made)
-            result = static
-        values[call.output] = result
-
-    def table(self) -> list[GraphRow]:
-        rows: dict[tuple, list[GraphRow]] = {}
-        for wrapper in self._wrappers.values():
-            for row in wrapper.table():
-                rows.setdefault((row.descriptor, row.variant), []).append(row)
-        return [_summed(group) for group in rows.values()]
-
-    def clear(self) -> None:
-        for wrapper in self._wrappers.values():
-            wrapper.clear()
-
-
-def _with_weights(function: PieceFunction, weights: tuple[Tensor, ...]) -> PieceFunction:
-    return lambda *activations: function(*activations, *weights)
-
-
-def _last_uses(split: SplitModel) -> list[list[str]]:
-    """Per call, the values that no later call reads."""
-    # The ids are kept for their number.
-    seen = {split.output, split.inputs[0]}
-    last: list[list[str]] = []
-    for call in reversed(split.calls):
-        used = set(call.inputs) | set(call.outputs) if isinstance(call, PieceCall) else call.names
-        last.append(sorted(used - seen))
-        seen |= used
-    return last[::-1]
 
 
 def _stage(target: Tensor, values: Tensor, padding: int) -> None:
@@ -331,22 +306,6 @@ def _stage(target: Tensor, values: Tensor, padding: int) -> None:
     target[:live].copy_(values)
     if live < target.shape[0]:
         target[live:].fill_(padding)
-
-
-def _summed(rows: list[GraphRow]) -> GraphRow:
-    errors = [row.max_error for row in rows if row.max_error is not None]
-    first = rows[0]
-    return GraphRow(
-        role=first.role,
-        mode=first.mode,
-        descriptor=first.descriptor,
-        variant=first.variant,
-        num_bytes=sum(row.num_bytes for row in rows),
-        capture_seconds=sum(row.capture_seconds for row in rows),
-        replays=first.replays,
-        max_error=max(errors, default=None),
-        rounds=first.rounds,
-    )
 
 
 def _key_of(mode: CUDAGraphMode, key: BatchDescriptor) -> BatchDescriptor:

@@ -33,6 +33,7 @@ counts: Counter[str] = Counter()
 
 # A number of tokens that no width of a model is likely to equal, so that only tokens are symbolic.
 _HINT = 61
+_TILES_HINT = 107
 
 _OPTIONS: dict[str, Any] = {
     # Inductor would keep a chain of operations in float32; the model rounds after each.
@@ -58,12 +59,24 @@ def compile_chain(
 ) -> list[PieceFunction]:
     """The function of each distinct piece. Compiles what the folder does not hold."""
     cache = CompileCache.of(config, model.device)
-    general = _compile_all(model, chain, cache, None)
-    static = {size: _compile_all(model, chain, cache, size) for size in config.compile_sizes}
+    general = _compile_all(model, chain, cache, None, {})
+    static = {size: _compile_all(model, chain, cache, size, {}) for size in config.compile_sizes}
     return [
         CompiledPiece(artifact, {size: all_[i] for size, all_ in static.items()})
         for i, artifact in enumerate(general)
     ]
+
+
+def compile_whole(
+    model: CausalLM, whole: SplitModel, config: CompilationConfig, size: int | None
+) -> CompiledArtifact:
+    """A pass that was split nowhere; Inductor makes partitions of it at the splitting operators.
+
+    ``size``: the number of tokens that it is for, or None for any.
+    """
+    options = {"graph_partition": True, "custom_should_partition_ops": sorted(config.split_at)}
+    (artifact,) = _compile_all(model, whole, CompileCache.of(config, model.device), size, options)
+    return artifact
 
 
 class CompileCache:
@@ -81,20 +94,25 @@ class CompileCache:
         return cls(Path(config.cache_dir or default), device)
 
     def compiled(
-        self, piece: Piece, module: fx.GraphModule, inputs: list[Tensor], size: int | None
+        self,
+        piece: Piece,
+        module: fx.GraphModule,
+        inputs: list[Tensor],
+        size: int | None,
+        more_options: dict[str, Any],
     ) -> CompiledArtifact:
         """The piece for these (fake) inputs: from the folder, or compiled and put there.
 
         ``module`` is the piece over operators, its nodes annotated with what they give.
         """
-        options = _OPTIONS if size is None else _TUNED_OPTIONS
+        options = (_OPTIONS if size is None else _TUNED_OPTIONS) | more_options
         shapes = [f"{tuple(map(str, x.shape))} {x.stride()} {x.dtype} {x.device}" for x in inputs]
         content = [piece.text, shapes, options, size, self._environment]
         key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
         path = None if self.folder is None else self.folder / key
         if path is not None and path.exists():
             try:
-                artifact = CompiledArtifact.load(path=str(path), format="unpacked")
+                artifact = _load(path, more_options)
                 counts["loaded"] += 1
                 return artifact
             except Exception as error:  # a damaged file, written by whoever copied it
@@ -108,7 +126,7 @@ class CompileCache:
         counts["compiled"] += 1
         if path is not None and self._save(artifact, path):
             # The folder gets what only a load builds, as the libraries of C++ kernels.
-            return CompiledArtifact.load(path=str(path), format="unpacked")
+            return _load(path, more_options)
         return artifact
 
     def _save(self, artifact: CompiledArtifact, path: Path) -> bool:
@@ -123,8 +141,17 @@ class CompileCache:
             return False
 
 
+def _load(path: Path, options: dict[str, Any]) -> CompiledArtifact:
+    with torch._inductor.config.patch(options):
+        return CompiledArtifact.load(path=str(path), format="unpacked")
+
+
 def _compile_all(
-    model: CausalLM, chain: SplitModel, cache: CompileCache, size: int | None
+    model: CausalLM,
+    chain: SplitModel,
+    cache: CompileCache,
+    size: int | None,
+    more_options: dict[str, Any],
 ) -> list[CompiledArtifact]:
     """Every distinct piece, by walking the chain on tensors that have shapes only."""
     fake = FakeTensorMode(shape_env=ShapeEnv())
@@ -137,11 +164,14 @@ def _compile_all(
             return fake.from_tensor(tensor, static_shapes=True)
         return _with_symbolic_rows(fake, tensor)
 
-    values = {
-        chain.inputs[0]: example(dtype=torch.int64),
-        chain.inputs[1]: example(dtype=torch.int64),
-        chain.inputs[2]: example(config.num_heads, config.value_size, dtype=model.dtype),
-    }
+    inputs = [
+        example(dtype=torch.int64),
+        example(dtype=torch.int64),
+        example(config.num_heads, config.value_size, dtype=model.dtype),
+    ]
+    if len(chain.inputs) > len(inputs):
+        inputs += [example(dtype=torch.int64), _example_tiles(fake, model.device)]
+    values = dict(zip(chain.inputs, inputs, strict=True))
     artifacts: dict[int, CompiledArtifact] = {}
     for call in chain.calls:
         if isinstance(call, PieceCall):
@@ -153,10 +183,10 @@ def _compile_all(
                 results = _Shapes(module).run(*inputs)
             values.update(zip(call.outputs, results, strict=True))
             if call.piece not in artifacts:
-                artifacts[call.piece] = cache.compiled(piece, module, inputs, size)
+                artifacts[call.piece] = cache.compiled(piece, module, inputs, size, more_options)
         elif not call.is_attention:
-            args = [values[a] if isinstance(a, str) and a in call.names else a for a in call.args]
-            args = [fake.from_tensor(a) if type(a) is torch.nn.Parameter else a for a in args]
+            args = [fake.from_tensor(a) if isinstance(a, Tensor) else a for a in call.args]
+            args = [values[a] if isinstance(a, str) and a in call.names else a for a in args]
             with fake:
                 values[call.output] = KERNEL_OPS.get(call.op, call.op)(*args)
     return [artifacts[index] for index in range(len(chain.pieces))]
@@ -169,6 +199,14 @@ class _Shapes(fx.Interpreter):
         result = super().run_node(node)
         node.meta["example_value"] = result
         return result
+
+
+def _example_tiles(fake: FakeTensorMode, device: torch.device) -> Tensor:
+    """The rows sorted by adapter: of any length on a GPU, none elsewhere."""
+    if device.type != "cuda":
+        return fake.from_tensor(torch.empty(0, dtype=torch.int32), static_shapes=True)
+    tiles = torch.empty(_TILES_HINT, dtype=torch.int32, device=device)
+    return _with_symbolic_rows(fake, tiles)
 
 
 def _with_symbolic_rows(fake: FakeTensorMode, tensor: Tensor) -> Tensor:

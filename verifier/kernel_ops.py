@@ -15,6 +15,7 @@ from torch._ops import OpOverload
 from specdec.kernels.activation import gelu_tanh_mul, silu_mul
 from specdec.kernels.head_linear import head_linear
 from specdec.kernels.linear import linear, linear_add, linear_silu_mul
+from specdec.kernels.lora import lora_embedding_, lora_linear, lora_linear_silu_mul
 from specdec.kernels.moe import apply_experts, route_experts
 from specdec.kernels.norm import add_rms_norm, rms_norm
 from specdec.kernels.rope import apply_rope
@@ -95,5 +96,24 @@ KERNEL_OPS: dict[Callable[..., Any], OpOverload] = {
         "-> Tensor",
         apply_experts,
         lambda x, *_: x.new_empty(x.shape),
+    ),
+    lora_linear: _register(
+        "lora_linear(Tensor x, Tensor weight, Tensor? bias, Tensor a_stack, Tensor b_stack, "
+        "Tensor slot_of_token, int[]? parts=None, Tensor? tiles=None) -> Tensor",
+        lora_linear,
+        lambda x, weight, *_: _rows_by(x, weight.shape[0]),
+    ),
+    lora_linear_silu_mul: _register(
+        "lora_linear_silu_mul(Tensor x, Tensor weight, Tensor a_stack, Tensor b_stack, "
+        "Tensor slot_of_token, Tensor? tiles=None) -> Tensor",
+        lora_linear_silu_mul,
+        lambda x, weight, *_: _rows_by(x, weight.shape[0] // 2),
+    ),
+    # The model reads the result alone, so that the operator need not write in place.
+    lora_embedding_: _register(
+        "lora_embedding(Tensor out, Tensor ids, Tensor a_stack, Tensor b_stack, "
+        "Tensor slot_of_token) -> Tensor",
+        lambda out, *rest: lora_embedding_(out.clone(), *rest),
+        lambda out, *_: torch.empty_like(out),
     ),
 }

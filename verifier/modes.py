@@ -169,6 +169,25 @@ def downgrade_reasons(
     return list(dict.fromkeys(reasons))
 
 
+class Downgrade(NamedTuple):
+    """That less is served than was asked for, and why: by query length."""
+
+    asked: CUDAGraphMode
+    reasons: dict[int, str]
+
+    @classmethod
+    def of(
+        cls,
+        mode: CUDAGraphMode,
+        support: AttentionCGSupport,
+        uniform_query_lens: Iterable[int],
+        piecewise_available: bool,
+    ) -> "Downgrade":
+        """What ``resolve_uniform_query_lens`` takes away."""
+        resolved = {q: _resolve(mode, support, q, piecewise_available) for q in uniform_query_lens}
+        return cls(mode, {q: ", ".join(whys) for q, (_, whys) in resolved.items() if whys})
+
+
 def _resolve(
     mode: CUDAGraphMode,
     support: AttentionCGSupport,

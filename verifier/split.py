@@ -17,6 +17,9 @@ from specdec.verifier.attention.op import OPAQUE_ATTENTION
 from specdec.verifier.kernel_ops import KERNEL_OPS
 from specdec.verifier.models.llama import CausalLM
 
+# Where the trace keeps a weight that is no attribute of the model.
+_TENSOR = "specdec_tensor"
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -61,19 +64,27 @@ class SplitModel:
 class _Tracer(fx.Tracer):
     """Follows the model's Python code down to kernels and PyTorch functions."""
 
-    traced_func_name = "opaque_forward"
     proxy_buffer_attributes = True
 
-    def __init__(self) -> None:
+    def __init__(self, traced_func_name: str) -> None:
         super().__init__(autowrap_functions=tuple(KERNEL_OPS))
+        self.traced_func_name = traced_func_name
 
     def is_leaf_module(self, module: torch.nn.Module, module_qualified_name: str) -> bool:
         return False
 
+    def create_arg(self, a: Any) -> Any:
+        if isinstance(a, Tensor) and not isinstance(a, torch.nn.Parameter):
+            # The adapters' weights of a layer, which are no part of the module.
+            node = self.create_node("get_attr", "adapters", (), {})
+            node.meta[_TENSOR] = a
+            return node
+        return super().create_arg(a)
 
-def trace_model(model: CausalLM) -> fx.Graph:
-    """The graph of ``model.opaque_forward(input_ids, positions)``. No size is frozen in it."""
-    return _Tracer().trace(model)
+
+def trace_model(model: CausalLM, has_lora: bool = False) -> fx.Graph:
+    """The graph of ``model.opaque_forward``, or ``opaque_lora_forward``. It holds no size."""
+    return _Tracer("opaque_lora_forward" if has_lora else "opaque_forward").trace(model)
 
 
 def op_name(node: fx.Node) -> str | None:
@@ -87,7 +98,7 @@ def op_name(node: fx.Node) -> str | None:
 
 
 def split(graph: fx.Graph, root: torch.nn.Module, splitting_ops: Collection[str]) -> SplitModel:
-    """Cut ``graph``, whose weights are attributes of ``root``, before and after each operator."""
+    """Cut ``graph``, a trace of ``root``, before and after each operator."""
     inputs = tuple(node.name for node in graph.nodes if node.op == "placeholder")
     (result,) = next(node for node in graph.nodes if node.op == "output").args
     pieces: dict[str, tuple[int, Piece]] = {}
@@ -145,7 +156,7 @@ def _make_piece(
     call = PieceCall(
         -1,
         tuple(node.name for node in activations),
-        tuple(attrgetter(str(node.target))(root) for node in weights),
+        tuple(_weight(node, root) for node in weights),
         tuple(node.name for node in outputs),
     )
     module = fx.GraphModule(torch.nn.Module(), piece)
@@ -155,4 +166,8 @@ def _make_piece(
 
 def _value(node: fx.Node, root: torch.nn.Module) -> Any:
     """A splitting operator's argument: a weight itself, or the name of a value."""
-    return attrgetter(str(node.target))(root) if node.op == "get_attr" else node.name
+    return _weight(node, root) if node.op == "get_attr" else node.name
+
+
+def _weight(node: fx.Node, root: torch.nn.Module) -> Tensor:
+    return node.meta[_TENSOR] if _TENSOR in node.meta else attrgetter(str(node.target))(root)

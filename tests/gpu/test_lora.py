@@ -268,6 +268,74 @@ def test_a_hundred_adapters_take_turns_in_eight_slots(wide, tmp_path):
         engine.check_integrity()
 
 
+SERVED = {
+    "NONE": ("NONE", "NONE"),
+    "PIECEWISE": ("PIECEWISE", "PIECEWISE"),
+    "FULL": ("FULL", "FULL"),
+    "FULL_DECODE_ONLY": ("FULL", "NONE"),
+    "FULL_AND_PIECEWISE": ("FULL", "PIECEWISE"),
+}
+
+
+def arriving(engine):
+    """Texts of the requests of NAMES, each of which comes while those before it decode."""
+    groups = []
+    for prompt, name in zip(TEXTS, NAMES, strict=True):
+        groups.append(engine.add_request([*prompt, *prompt], greedy(24), name))
+        engine.step()
+    while any(group[0].finish_reason is None for group in groups):
+        engine.step()
+    return [engine.generation(group).token_ids for group in groups]
+
+
+@pytest.mark.parametrize("backend", [None, "eager", "inductor", "partitions"])
+def test_batches_with_prompts_and_adapters_run_as_their_mode_promises(wide, backend, tmp_path):
+    """bfloat16: the same bits from pieces, whole graphs and none, static addresses checked.
+
+    Pieces as they are traced, compiled, and cut by Inductor.
+    """
+    config = {"mode": 3, "backend": backend, "cache_dir": str(tmp_path)} if backend else None
+    if backend == "partitions":
+        config |= {"backend": "inductor", "use_inductor_graph_partition": True}
+    options = {"dtype": "bfloat16", "debug": True, "cudagraph_capture_sizes": [12, 24, 60, 128]}
+    with gpu_engine(wide, "same", cudagraph_mode="NONE", **options) as engine:
+        expected = arriving(engine)
+    for mode, (decode, mixed) in SERVED.items():
+        with gpu_engine(
+            wide, "same", cudagraph_mode=mode, compilation_config=config, **options
+        ) as engine:
+            assert arriving(engine) == expected, mode
+            records = engine.recent_steps(1000)
+            prompts = [r for r in records if r.num_tokens != r.num_reqs * (1 + r.k)]
+            assert {r.mode for r in prompts} == {mixed}
+            assert {r.mode for r in records if r not in prompts} == {decode}
+            assert any(r.descriptor.has_lora for r in prompts)
+            table = {
+                (row.mode, row.descriptor.num_tokens)
+                for row in engine.graph_table()
+                if row.descriptor.has_lora and not row.descriptor.uniform
+            }
+            sizes = [12, 24, 60, 128] if mixed != "NONE" else []
+            assert table == {(mixed, size) for size in sizes}
+            assert_no_leak(engine)
+
+
+def test_verified_graphs_of_prompts_with_adapters_have_no_error(wide):
+    """Each graph's first replay against eager, on live state."""
+    for mode in ("FULL", "PIECEWISE"):
+        with gpu_engine(
+            wide,
+            dtype="bfloat16",
+            cudagraph_mode=mode,
+            verify_graphs=True,
+            cudagraph_capture_sizes=[12, 60, 128],
+        ) as engine:
+            arriving(engine)
+            used = [row for row in engine.graph_table() if row.replays]
+            assert {row.max_error for row in used} == {0.0}
+            assert any(r.descriptor.has_lora and not r.descriptor.uniform for r in used)
+
+
 def test_nothing_is_compiled_after_the_start(wide, monkeypatch):
     """Prompts of many lengths with adapters meet kernels that were compiled at start-up."""
     compiled = []

@@ -112,6 +112,22 @@ def test_compiled_pieces_give_the_same_text(pair, backend, tmp_path):
             check_records(engine, mode)
 
 
+def test_partitions_of_inductor_give_the_same_text(pair, tmp_path):
+    """A partition before, between and after the layers' attention, and nothing compiled twice."""
+    from specdec.verifier import inductor
+
+    config = {"use_inductor_graph_partition": True, "cache_dir": str(tmp_path)}
+    with gpu_engine(pair, cudagraph_mode="NONE") as engine:
+        expected = traffic(engine)
+    before = inductor.counts["compiled"]
+    for mode in ("FULL_AND_PIECEWISE", "PIECEWISE", "FULL", "NONE"):
+        with gpu_engine(pair, cudagraph_mode=mode, compilation_config=config, debug=True) as engine:
+            assert traffic(engine) == expected, mode
+            check_records(engine, mode)
+            assert engine._runner._graphs.flat.num_pieces == 5
+    assert inductor.counts["compiled"] == before + 1
+
+
 def test_static_sizes_give_the_same_text(pair, tmp_path):
     config = {"compile_sizes": [8, 16, 64], "cache_dir": str(tmp_path)}
     with gpu_engine(pair, cudagraph_mode="NONE") as engine:

@@ -345,19 +345,21 @@ def test_a_batch_that_forbids_full_takes_what_is_left(mode, left):
 
 
 def test_lora_keys_may_come_later():
-    """Every uniform key gets a twin; batches with prompts and adapters have none."""
-    at_once = make(FULL_DECODE_ONLY, uniform_query_lens=(1, 5), lora=True, rounds=[4])
-    later = make(FULL_DECODE_ONLY, uniform_query_lens=(1, 5), rounds=[4])
-    later.add_lora_keys()
-    later.add_lora_keys()
-    for rounds in (1, 4):
-        assert later.capture_list(rounds) == at_once.capture_list(rounds)
-        assert any(key.has_lora for _, key in later.capture_list(rounds))
+    """Every key gets a twin, those of several rounds and of batches with prompts too."""
+    for mode in CUDAGraphMode:
+        at_once = make(mode, uniform_query_lens=(1, 5), lora=True, rounds=[4])
+        later = make(mode, uniform_query_lens=(1, 5), rounds=[4])
+        later.add_lora_keys()
+        later.add_lora_keys()
+        for rounds in (1, 4):
+            listed = later.capture_list(rounds)
+            assert listed == at_once.capture_list(rounds)
+            assert bool(listed) == any(key.has_lora for _, key in listed)
     both = make(FULL_AND_PIECEWISE, uniform_query_lens=(1, 5))
     both.add_lora_keys()
     assert both.dispatch(uniform(3, 5, True)) == (FULL, uniform(4, 5, True))
     mixed = BatchDescriptor(9, 3, False, True)
-    assert both.dispatch(mixed) == (NONE, mixed)
+    assert both.dispatch(mixed) == (PIECEWISE, mixed._replace(num_tokens=12))
 
 
 def test_lora_batches_have_keys_of_their_own():
@@ -366,16 +368,8 @@ def test_lora_batches_have_keys_of_their_own():
     assert with_lora.dispatch(uniform(3, 1, True)) == (FULL, uniform(4, 1, True))
     assert with_lora.dispatch(uniform(3, 1)) == (FULL, uniform(4, 1))
     assert without.dispatch(uniform(3, 1, True)) == (NONE, uniform(3, 1, True))
-    assert without.explain(uniform(3, 1, True)) == "no graphs were captured with LoRA"
+    assert without.explain(uniform(3, 1, True)) == "no FULL graph with adapters has query length 1"
     assert len(with_lora.capture_list()) == 2 * len(without.capture_list())
-
-
-def test_the_reason_names_a_query_length_without_graphs():
-    dispatcher = make(FULL_AND_PIECEWISE, uniform_query_lens=(1, 5))
-    assert dispatcher.dispatch(uniform(3, 4))[0] is PIECEWISE
-    assert dispatcher.explain(uniform(3, 4)) == "no FULL graph has query length 4"
-    reason = dispatcher.explain(BatchDescriptor(12, 3))
-    assert reason == "the batch is not uniform and cudagraph_mode is FULL_AND_PIECEWISE"
 
 
 def test_a_removed_key_is_not_dispatched_and_the_reason_is_kept():

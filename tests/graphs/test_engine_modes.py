@@ -99,6 +99,19 @@ def test_compiled_pieces_give_the_same_text(models, config, caplog):
     assert len(downgrades) == (served != "FULL_AND_PIECEWISE")
 
 
+@pytest.mark.parametrize(("draft", "reads"), [("blend.1", True), ("ngram", False), (None, False)])
+def test_the_reason_of_a_step_with_prompts(models, draft, reads):
+    """What was asked for, and what a drafter that reads prompts runs them on."""
+    with cpu_engine(
+        models["target"], models.get(draft, draft), 2 if draft else 0, **GRID
+    ) as engine:
+        engine.generate(PROMPTS[1], greedy(3))
+        first = engine.recent_steps(10)[0]
+    why = "prefill: cudagraph_mode FULL_AND_PIECEWISE has FULL graphs of uniform batches only"
+    assert first.mode == "PIECEWISE"
+    assert first.reason == why + "; the drafter reads prompts on no graph" * reads
+
+
 def test_no_warning_by_default(models, caplog):
     with cpu_engine(models["target"], "ngram", 2, **GRID) as engine:
         traffic(engine)
@@ -119,7 +132,7 @@ def test_vllms_form_on_the_engine(models):
     [
         ({"modes": 3}, "modes not supported; known keys are cudagraph_mode"),
         ({"mode": 7}, "mode must be 0, 1, 2 or 3"),
-        ({"use_inductor_graph_partition": True}, "use_inductor_graph_partition"),
+        ({"use_inductor_graph_partition": True}, "use_inductor_graph_partition.* device is cpu"),
     ],
 )
 def test_compilation_config_is_checked_before_anything(config, message):
@@ -179,7 +192,10 @@ def test_a_property_of_the_batch_forbids_full(models, monkeypatch, mode):
         below = "PIECEWISE" if mode == "FULL_AND_PIECEWISE" else "NONE"
         for record in engine.recent_steps(1000):
             if record.num_reqs == 3:
-                assert record.mode == below and "share a prefix" in record.reason
+                # Batches with prompts have no FULL graph under FULL_AND_PIECEWISE anyway.
+                had_full = mode == "FULL" or not (record.reason or "").startswith("prefill")
+                why = "share a prefix" if had_full else "FULL graphs of uniform batches only"
+                assert record.mode == below and why in record.reason
             elif record.descriptor.uniform:
                 assert record.mode == "FULL" and record.reason is None
 

@@ -15,6 +15,8 @@ from harness import PROMPTS, cpu_engine, greedy
 from paged import load
 from tiny import make_tiny
 
+from specdec.verifier.lora import LoraSlots
+
 pytest.importorskip("torch._inductor")
 if shutil.which("g++") is None or "CXX" in os.environ:
     pytest.skip("needs g++, and CXX unset", allow_module_level=True)
@@ -74,6 +76,30 @@ def test_kernels_of_other_families_stay_operators(tmp_path, family):
     model = load(make_tiny(tmp_path / "model", layers=3, family=family))
     runner = flat(model, backend="inductor", cache_dir=str(tmp_path / "cache"))
     assert same(run(runner, NONE), run(flat(model), NONE))
+
+
+def test_pieces_with_adapters_are_compiled_once_each(compiled):
+    """Three more, whatever the adapters and layers; all modes give what no compilation gives."""
+    from specdec.verifier import inductor
+
+    root, _, _ = compiled
+    model = load(make_tiny(root / "adapted", layers=5, family="qwen2"))
+    slots = LoraSlots(model, max_loras=3, max_rank=4, vocabulary=True)
+    slots.attach()
+    slots.data.normal_(std=0.2, generator=torch.Generator().manual_seed(5))
+    runner = flat(model, backend="inductor", cache_dir=str(root / "cache"))
+    before = inductor.counts["compiled"]
+    runner.enable_lora(3)
+    assert inductor.counts["compiled"] == before + 3
+    for mode in (PIECEWISE, FULL):
+        capture(runner, mode, MAX_TOKENS, has_lora=True)
+    for seed, each in enumerate(([0, -1, 2], [1, 1, -1])):
+        expected = run(flat(model), NONE, seed=seed, slots=each)
+        for mode in (NONE, PIECEWISE, FULL):
+            assert same(run(runner, mode, MAX_TOKENS, seed, each), expected)
+    again = flat(model, backend="inductor", cache_dir=str(root / "cache"))
+    again.enable_lora(3)
+    assert inductor.counts["compiled"] == before + 3
 
 
 def test_nothing_is_compiled_from_a_copied_folder(compiled, tmp_path):

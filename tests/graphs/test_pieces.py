@@ -170,7 +170,7 @@ def test_config_in_vllms_form():
         ({"backend": "tvm"}, "backend"),
         ({"splitting_ops": ["vllm::unified_attention"]}, "splitting_ops vllm::unified_attention"),
         ({"compile_sizes": [0]}, "compile_sizes"),
-        ({"use_inductor_graph_partition": True}, "use_inductor_graph_partition"),
+        ({"use_inductor_graph_partition": "yes"}, "use_inductor_graph_partition"),
         ({"mode": 0, "backend": "inductor"}, "mode 0"),
         ({"mode": 0, "compile_sizes": [4]}, "mode 0"),
     ],

@@ -187,7 +187,7 @@ def test_a_draft_adapter_of_its_own(models, lora):
         engine.add_lora("c", lora.paths["c"], lora.paths["c"])
         assert engine.generate(PROMPTS[1], greedy(9), lora="c").stats.acceptance_rate == 1.0
         roles = {row.role for row in engine.graph_table() if row.descriptor.has_lora}
-        assert roles == {"step", "draft_catchup", "draft_decode"}
+        assert roles == {"step", "draft_catchup", "draft_decode", "target"}
     with pytest.raises(ValueError, match="draft_lora"):
         cpu_engine(models["target"], "ngram", 3, lora=lora.paths, draft_lora={"a": lora.paths["a"]})
 

@@ -108,6 +108,19 @@ class CausalLM(nn.Module):
         """``forward`` with opaque attention, which reads the batch from the forward context."""
         return self.hidden_states(input_ids, positions, OpaqueAttention(attention_out))
 
+    def opaque_lora_forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attention_out: Tensor,
+        adapter_slots: Tensor,  # [T] int64, -1 for rows without an adapter
+        adapter_tiles: Tensor,  # int32, the rows sorted by slot: ``lora_rows.slot_tiles``
+    ) -> Tensor:
+        """``opaque_forward`` of rows with adapters."""
+        rows = AdapterRows(adapter_slots, 0, adapter_tiles)
+        attend = OpaqueAttention(attention_out)
+        return self.hidden_states(input_ids, positions, attend, adapter_rows=rows)
+
     def hidden_states(
         self,
         input_ids: Tensor,
@@ -150,7 +163,7 @@ class CausalLM(nn.Module):
         residual = F.embedding(input_ids, self.embed_tokens)
         if adapter_rows is not None and self.embed_adapters is not None:
             a, b = self.embed_adapters.a, self.embed_adapters.b
-            lora_embedding_(residual, input_ids, a, b, adapter_rows.slots)
+            residual = lora_embedding_(residual, input_ids, a, b, adapter_rows.slots)
         return residual if self.embedding_scale == 1.0 else residual * self.embedding_scale
 
     def first_norm(self, residual: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from specdec.kernels import (
     lora_rows_triton,
     lora_triton,
 )
+from specdec.kernels.lora_rows import SlotTiles, packed_size
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -112,7 +113,10 @@ def test_gate_and_up(num_rows) -> None:
 def test_rows_are_sorted_by_slot(num_rows) -> None:
     """Every row once, tiles of one slot each, unused tiles marked; over more than one block."""
     slots = torch.tensor([3, 3, 3, -1, 0, 7, 7, -1, 2])[torch.arange(num_rows) // 5 % 9]
-    tiles = lora_rows_triton.slot_tiles(slots, 6, torch.float32)
+    out = torch.full((packed_size(num_rows, 6, torch.float32),), -7, dtype=torch.int32)
+    packed = lora_rows_triton.slot_tiles(slots, 6, torch.float32, out)
+    assert packed is out
+    tiles = SlotTiles.of(packed, num_rows, torch.float32)
     assert sorted(tiles.order.tolist()) == list(range(num_rows))
     seen = []
     for slot, first, end in zip(
