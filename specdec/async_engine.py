@@ -53,7 +53,9 @@ class AsyncEngine:
     All calls of the engine happen in one thread, which steps it while there is work and sleeps
     otherwise. A caller that is cancelled, or stops iterating, aborts its request; a slow reader
     holds up nobody, since what it has not read is at most its own ``max_new_tokens``. Not more than
-    ``max_waiting`` requests are held at once.
+    ``max_waiting`` requests are held at once. A request whose steps fail ends with
+    ``finish_reason`` "error", and ``error`` of its last event or Generation says why; all others
+    go on.
     """
 
     def __init__(self, engine: Engine, *, max_waiting: int = 1024) -> None:
@@ -199,7 +201,7 @@ class AsyncEngine:
             self._refuse_commands()
 
     def _step(self) -> None:
-        """A step that fails leaves the engine as it was; only a row of failures is final."""
+        """What a step raises is no request's fault; a row of such failures is final."""
         try:
             self.engine.step()
             self._failed_steps = 0
@@ -207,7 +209,7 @@ class AsyncEngine:
             self._failed_steps += 1
             if self._failed_steps >= MAX_FAILED_STEPS:
                 raise
-            logger.exception("a step failed; its requests are computed anew")
+            logger.exception("a step failed")
 
     def _take_commands(self) -> bool:
         """Run what callers asked for; wait for it where there is nothing else. False: stop."""

@@ -252,6 +252,8 @@ def print_texts(
             print("" if streaming else result.text, flush=True)
             spent = seconds if streaming else result.last_token
             say(stats_line(result.stats, len(result.token_ids), spent))
+            if result.error is not None:
+                say(f"the text was ended: {result.error}")
 
 
 def as_dict(prompt: str, result: "Generation") -> dict[str, Any]:
@@ -271,6 +273,7 @@ def as_dict(prompt: str, result: "Generation") -> dict[str, Any]:
         "text": result.text,
         "token_ids": result.token_ids,
         "finish_reason": result.finish_reason,
+        "error": result.error,
         "prompt_tokens": result.prompt_tokens,
         "stats": {name: getattr(stats, name) for name in names},
     }

@@ -13,12 +13,14 @@ from specdec import draft_notes
 from specdec.config import EngineConfig, check_k
 from specdec.drafters.adaptive import AdaptiveK
 from specdec.ends import TextTail, close, commit, event
+from specdec.failures import describe, find_culprit
 from specdec.intake import Intake, Prompt
 from specdec.launch import Launched, launch
 from specdec.lora import LoraManager, lora_names
 from specdec.outputs import EngineStats, Generation, StepRecord
 from specdec.params import SamplingParams, params_of
 from specdec.request import Request
+from specdec.results import result_of, results_of
 from specdec.rounds import RoundsChoice
 from specdec.scheduler import StepPlan
 from specdec.stream import Stream
@@ -106,7 +108,8 @@ class Engine:
     ) -> Generation | list[Generation]:
         """One Generation for a single prompt, else a list in the prompts' order.
 
-        All requests are checked before any runs.
+        All requests are checked before any runs. A text whose steps fail ends with the finish
+        reason "error"; where this befalls all of them, what their steps raised is raised.
         """
         if not isinstance(prompts, str | Sequence):
             raise TypeError(f"prompt must be a string or a list, got {type(prompts).__name__}")
@@ -123,7 +126,7 @@ class Engine:
             for group in groups:
                 self._abort(group)
             raise
-        results = [self.generation(group) for group in groups]
+        results = results_of(groups, self.config.simulated_acceptance is not None)
         return results[0] if single else results
 
     def stream(
@@ -235,12 +238,14 @@ class Engine:
         """Schedule, launch (draft, verify and accept in one replay), then commit.
 
         On a GPU the results committed here are those of the step before. With several steps per
-        replay this is all of them.
+        replay this is all of them. A step that fails is as if it had not been; the request that
+        makes it fail is found and ends with "error".
         """
         if self._adaptive is not None:
             self._adapt(self._adaptive)
-        if self._num_grammars:
-            # A row with a grammar needs its newest tokens on the host before it goes on.
+        if self._num_grammars or self._scheduler.suspects:
+            # A row with a grammar needs its newest tokens on the host before it goes on, and
+            # whether a suspect is cleared shows in its tokens.
             self._drain()
         rounds = self._rounds.choose(self._scheduler.running)
         plan = self._scheduler.schedule(may_preempt=not self._launched, rounds=rounds)
@@ -252,17 +257,25 @@ class Engine:
             if not plan.is_empty:
                 self._track(*launch(self._runner, plan))
                 self._stats.prefill_chunks += len(plan.prefills)
-        except BaseException:
+        except BaseException as error:
             # Nothing of this step counts. What was launched before it is whole; its requests are
             # computed anew from what they have committed.
             self._drain()
             self._scheduler.give_back(plan)
-            raise
+            if not isinstance(error, Exception):
+                raise
+            return self._end_culprit(plan, error)
         if self._reads_late and not plan.is_empty:
             self._drain(of_last_step)
         else:
             self._drain()
         self._note_cost(plan)
+
+    def _end_culprit(self, plan: StepPlan, error: Exception) -> None:
+        culprit = find_culprit(self._scheduler, plan, error, self.device)
+        if culprit is not None:
+            culprit.error = describe(error)
+            self._end([culprit], "error")
 
     def _adapt(self, adaptive: AdaptiveK) -> None:
         """Give the rows that adapt the k that promises the most tokens per second now."""
@@ -362,30 +375,20 @@ class Engine:
         del self._tails[request]
 
     def _abort(self, group: Sequence[Request]) -> None:
+        self._end(group, "abort")
+
+    def _end(self, group: Sequence[Request], reason: str) -> None:
         for request in group:
             if request in self._tails:
                 tail = self._tails[request]
                 close(request, tail)
-                request.finish_reason = "abort"
+                request.finish_reason = reason
                 request.events.append(event(request, tail, 0))
                 self._retire(request)
 
     def generation(self, group: list[Request]) -> Generation:
         """The result of a request that ``add_request`` queued and that has ended."""
-        choices = [
-            Generation(
-                text=r.text,
-                token_ids=r.output_ids,
-                finish_reason=r.finish_reason or "abort",
-                prompt_tokens=len(r.prompt_ids),
-                stats=r.stats,
-                logprobs=r.logprobs if r.params.logprobs is not None else None,
-                simulated=self.config.simulated_acceptance is not None,
-            )
-            for r in group
-        ]
-        choices[0].choices = list(choices)
-        return choices[0]
+        return result_of(group, self.config.simulated_acceptance is not None)
 
     def _note(self, record: StepRecord) -> None:
         self._records.append(record)

@@ -19,6 +19,7 @@ class TimedText:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    error: str | None = None  # where ``finish_reason`` is "error"
     prompt_tokens: int
     stats: GenerationStats
     first_token: float = 0.0
@@ -83,3 +84,4 @@ def _add(text: TimedText, event: StreamEvent, now: float) -> None:
     text.text += event.text
     text.token_ids += event.token_ids
     text.finish_reason = event.finish_reason
+    text.error = event.error
