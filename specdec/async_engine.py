@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 # Failed steps one after the other after which the engine counts as broken.
 MAX_FAILED_STEPS = 3
+# A format that takes longer is refused. What has begun to compile goes on in its thread.
+COMPILE_SECONDS = 20.0
 
 
 class EngineOverloadedError(RuntimeError):
@@ -68,6 +70,7 @@ class AsyncEngine:
         self._failure: BaseException | None = None
         self._closing = False
         self._failed_steps = 0
+        self._compilers = ThreadPoolExecutor(2, thread_name_prefix="specdec-format")
         # The current device is one of a thread's own: the engine's thread takes its maker's.
         self._cuda_device = torch.cuda.current_device() if engine.device.type == "cuda" else None
         self._thread = threading.Thread(target=self._run, name="specdec-engine", daemon=True)
@@ -121,6 +124,7 @@ class AsyncEngine:
             self._closing = True
             self._commands.put(None)
         self._thread.join()
+        self._compilers.shutdown(wait=False, cancel_futures=True)
 
     async def __aenter__(self) -> Self:
         return self
@@ -146,6 +150,8 @@ class AsyncEngine:
             self._held += 1
         caller = _Caller([], asyncio.get_running_loop(), asyncio.Queue(), streamed)
         try:
+            if params is not None and params.response_format is not None:
+                await self._prepare(params.response_format)
             await asyncio.wrap_future(self._enqueue(self._add, caller, prompt, params, lora))
         except BaseException:
             self._leave(caller)
@@ -156,6 +162,17 @@ class AsyncEngine:
         with self._held_lock:
             self._held -= 1
         self._commands.put(lambda: self._drop(caller))
+
+    async def _prepare(self, response_format: object) -> None:
+        """Compile a format outside the engine's thread, where it would hold up every step."""
+        loop = asyncio.get_running_loop()
+        work = loop.run_in_executor(self._compilers, self.engine.prepare_format, response_format)
+        try:
+            await asyncio.wait_for(work, COMPILE_SECONDS)
+        except TimeoutError as error:
+            raise ValueError(
+                f"response_format: it had not been compiled after {COMPILE_SECONDS:g} s"
+            ) from error
 
     def _enqueue(self, function: Callable[..., Any], *arguments: Any) -> "Future[Any]":
         future: Future[Any] = Future()

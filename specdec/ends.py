@@ -80,6 +80,8 @@ def commit(request: Request, tail: TextTail, result: RowResult) -> int:
     if request.finish_reason is None and result.failed:
         request.finish_reason = "error"
         request.error = "no token has a finite logit"
+        if request.grammar is not None and request.grammar.is_stuck:
+            request.error = "response_format: no token can go on from here in this format"
     if request.finish_reason is not None:
         close(request, tail)
     return committed

@@ -153,6 +153,13 @@ class Engine:
         self._admit(group)
         return group
 
+    def prepare_format(self, response_format: object) -> None:
+        """Compile a ``response_format``, so that requests with it start at once.
+
+        May be called in any thread, beside a step. Raises what ``generate`` raises for it.
+        """
+        self._intake.prepare_format(response_format)
+
     def abort(self, request_id: str) -> None:
         """End a request where it stands; others are not disturbed. Unknown ids are ignored."""
         self._abort([r for r in self._tails if r.id == request_id])

@@ -2,6 +2,7 @@
 
 import itertools
 import secrets
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -57,6 +58,7 @@ class Intake:
         self.adapters: AdapterTable | None = None
         self._arrivals = itertools.count()
         self._grammars: GrammarCompiler | None = None
+        self._grammars_lock = threading.Lock()
 
     def make(
         self, prompt: Prompt, params: SamplingParams, lora: str | None = None
@@ -169,23 +171,32 @@ class Intake:
 
     def _grammar_start(self, params: SamplingParams) -> Callable[[], GrammarState] | None:
         """What makes the start of a text in the asked format, once per choice."""
-        response_format = check_format(params.response_format)
-        if response_format is None:
+        start = self.prepare_format(params.response_format)
+        for name in ("ignore_eos", "min_tokens"):
+            if start is not None and getattr(params, name):
+                raise ValueError(f"{name} cannot be combined with response_format")
+        return start
+
+    def prepare_format(self, response_format: object) -> Callable[[], GrammarState] | None:
+        """What makes the start of a text in a format, which is compiled now; None for plain text.
+
+        May be called in any thread. Raises ValueError or TypeError naming what is wrong with it.
+        """
+        checked = check_format(response_format)
+        if checked is None:
             return None
         if self.tokenizer is None:
             raise ValueError("response_format: this model has no tokenizer")
         if not self.eos_token_ids:
             raise ValueError("response_format: this model has no end-of-sequence token")
-        for name in ("ignore_eos", "min_tokens"):
-            if getattr(params, name):
-                raise ValueError(f"{name} cannot be combined with response_format")
-        if self._grammars is None:
-            self._grammars = GrammarCompiler(
-                self.tokenizer, self.vocab_size, sorted(self.eos_token_ids)
-            )
+        with self._grammars_lock:
+            if self._grammars is None:
+                self._grammars = GrammarCompiler(
+                    self.tokenizer, self.vocab_size, sorted(self.eos_token_ids)
+                )
         grammars = self._grammars
-        grammars.start(response_format)
-        return lambda: grammars.start(response_format)
+        grammars.start(checked)
+        return lambda: grammars.start(checked)
 
     def _request_k(self, params: SamplingParams) -> int:
         if not self.speculates:
