@@ -60,7 +60,7 @@ class Engine:
             raise TypeError(f"Engine has no field {', '.join(unknown)}")
         from specdec.build import build
 
-        parts = build(model, draft, check_k(k), EngineConfig(**fields))
+        parts = build(model, draft, check_k(k) if draft is not None else 0, EngineConfig(**fields))
         self.config = parts.config
         self.model_config = parts.model_config
         self.tokenizer = parts.tokenizer
@@ -179,6 +179,7 @@ class Engine:
 
         With ``wait`` the engine steps until they have. Raises ValueError for an unknown name.
         """
+        self._check_open()
         adapter = self._lora.remove(name)
         while wait and adapter.num_requests:
             self.step()

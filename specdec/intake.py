@@ -116,7 +116,7 @@ class Intake:
                 raise ValueError(
                     "prompt: this model has no tokenizer; pass a list of token ids, not a string"
                 )
-            ids = self.tokenizer.encode(prompt)
+            ids = self.tokenizer.encode(_text("prompt", prompt))
         else:
             ids = [self._token_id("prompt", token) for token in _as_list(prompt)]
         if not ids:
@@ -145,6 +145,8 @@ class Intake:
             self._token_id("logit_bias", token)
         if params.stop_strings and self.tokenizer is None:
             raise ValueError("stop: this model has no tokenizer; use stop_token_ids")
+        for word in params.stop_strings:
+            _text("stop", word)
         k = params.k
         if self.speculates and k not in (None, "auto") and int(k) > self.max_k:
             raise ValueError(f"k must be between 0 and the engine's k ({self.max_k}), got {k}")
@@ -159,6 +161,7 @@ class Intake:
                 raise ValueError("bad_words: this model has no tokenizer; pass token ids")
             else:
                 for text in (word, " " + word):
+                    text = _text("bad_words", text)
                     ids = self.tokenizer.encode(text, add_special_tokens=False)
                     words.append(ids)
         longest = max((len(word) for word in words), default=0)
@@ -228,6 +231,17 @@ def choice_seed(seed: int, index: int) -> int:
     """The 64-bit noise key of choice ``index``; choice 0 has the request's own."""
     # An odd multiplier maps different choices of one seed to different keys.
     return (seed + index * 0x9E3779B97F4A7C15) % 2**64
+
+
+def _text(field: str, text: str) -> str:
+    """``text``. Raises ValueError where it holds half of a surrogate pair, which is no text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{field}: {text[error.start]!r} at character {error.start} is half of a surrogate pair"
+        ) from error
+    return text
 
 
 def _as_list(prompt: Any) -> list:

@@ -41,6 +41,8 @@ def run_timed(
     prompts: Sequence[str | Sequence[int]],
     params: Sequence[SamplingParams],
     on_event: Callable[[int, StreamEvent], None] | None = None,
+    *,
+    lora: str | None = None,
 ) -> list[TimedText]:
     """Run all prompts at once, as many side by side as the engine holds, in the prompts' order.
 
@@ -53,7 +55,7 @@ def run_timed(
     requests = []
     try:
         for prompt, each in zip(prompts, params, strict=True):
-            requests += engine.add_request(prompt, each)
+            requests += engine.add_request(prompt, each, lora)
         texts = [TimedText(prompt_tokens=len(r.prompt_ids), stats=r.stats) for r in requests]
         while any(text.finish_reason is None for text in texts):
             engine.step()
