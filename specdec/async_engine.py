@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -71,6 +72,7 @@ class AsyncEngine:
         self._closing = False
         self._failed_steps = 0
         self._compilers = ThreadPoolExecutor(2, thread_name_prefix="specdec-format")
+        self._readers = ThreadPoolExecutor(2, thread_name_prefix="specdec-adapter")
         # The current device is one of a thread's own: the engine's thread takes its maker's.
         self._cuda_device = torch.cuda.current_device() if engine.device.type == "cuda" else None
         self._thread = threading.Thread(target=self._run, name="specdec-engine", daemon=True)
@@ -111,6 +113,14 @@ class AsyncEngine:
         finally:
             self._leave(caller)
 
+    async def add_lora(
+        self, name: str, path: str | Path, draft_path: str | Path | None = None
+    ) -> None:
+        """``Engine.add_lora``, with the files read outside the engine's thread."""
+        loop = asyncio.get_running_loop()
+        read = await loop.run_in_executor(self._readers, self.engine.read_lora, path, draft_path)
+        await self.call(self.engine.add_lora, name, read)
+
     async def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Run ``function`` between two steps, for what must not meet one (adapters, statistics)."""
         return await asyncio.wrap_future(self._enqueue(function, *arguments))
@@ -124,7 +134,8 @@ class AsyncEngine:
             self._closing = True
             self._commands.put(None)
         self._thread.join()
-        self._compilers.shutdown(wait=False, cancel_futures=True)
+        for executor in (self._compilers, self._readers):
+            executor.shutdown(wait=False, cancel_futures=True)
 
     async def __aenter__(self) -> Self:
         return self

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from specdec import draft_notes
-from specdec.config import EngineConfig, check_k
+from specdec.config import EngineConfig, check_adapter_name, check_k
 from specdec.drafters.adaptive import AdaptiveK
 from specdec.ends import TextTail, close, commit, event
 from specdec.failures import describe, find_culprit
 from specdec.intake import Intake, Prompt
 from specdec.launch import Launched, launch
-from specdec.lora import LoraManager, lora_names
+from specdec.lora import LoraManager, ReadAdapter, lora_names
 from specdec.outputs import EngineStats, Generation, StepRecord
 from specdec.params import SamplingParams, params_of
 from specdec.request import Request
@@ -113,7 +113,8 @@ class Engine:
         """
         if not isinstance(prompts, str | Sequence):
             raise TypeError(f"prompt must be a string or a list, got {type(prompts).__name__}")
-        single = isinstance(prompts, str) or not prompts or not _is_prompt(prompts[0])
+        single = isinstance(prompts, str) or not prompts
+        single = single or not isinstance(prompts[0], str | Sequence)
         many: list[Any] = [prompts] if single else list(prompts)
         requests = zip(many, params_of(many, params), lora_names(many, lora), strict=True)
         groups = [self._intake.make(*request) for request in requests]
@@ -164,7 +165,13 @@ class Engine:
         """End a request where it stands; others are not disturbed. Unknown ids are ignored."""
         self._abort([r for r in self._tails if r.id == request_id])
 
-    def add_lora(self, name: str, path: str | Path, draft_path: str | Path | None = None) -> None:
+    def read_lora(self, path: str | Path, draft_path: str | Path | None = None) -> ReadAdapter:
+        """Read an adapter's files, for ``add_lora``. May be called in any thread, beside a step."""
+        return self._lora.read(path, draft_path)
+
+    def add_lora(
+        self, name: str, path: str | Path | ReadAdapter, draft_path: str | Path | None = None
+    ) -> None:
         """Load an adapter in PEFT's format, or a new version of it under the same name.
 
         Requests that run on an older version end on it. ``draft_path``: an adapter of the draft
@@ -172,7 +179,9 @@ class Engine:
         ValueError naming what is missing or not supported; nothing has changed then.
         """
         self._check_open()
-        self._lora.add(name, path, draft_path)
+        check_adapter_name("name", name)
+        read = path if isinstance(path, ReadAdapter) else self.read_lora(path, draft_path)
+        self._lora.add(name, read)
 
     def remove_lora(self, name: str, *, wait: bool = True) -> None:
         """Unload an adapter: new requests for it are refused at once, those it has end on it.
@@ -404,8 +413,3 @@ class Engine:
         if record.descriptor.uniform:
             self._stats.live_rows += record.num_reqs
             self._stats.padded_rows += record.descriptor.num_reqs - record.num_reqs
-
-
-def _is_prompt(value: object) -> bool:
-    """A string or a list of ids, not one id."""
-    return isinstance(value, str | Sequence)

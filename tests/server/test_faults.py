@@ -1,12 +1,16 @@
 """P7 over HTTP: a text that fails, a format that cannot be written, and a fault of our own."""
 
+import concurrent.futures
 import http.client
 import json
+import threading
+import time
 
 import pytest
 from adapters import changed
 
 import specdec
+from specdec import lora as lora_module
 from specdec.server import app as app_module
 
 COMPLETIONS = "/v1/completions"
@@ -79,6 +83,29 @@ def test_a_malformed_adapter_is_a_400(server, tiny):
         answer = server.post("/v1/load_lora_adapter", **body)
         message = answer.json()["error"]["message"]
         assert answer.status_code == 400 and part in message and "adapter_config.json" in message
+
+
+def test_an_adapter_is_read_beside_the_steps_of_others(server, expected, monkeypatch):
+    """Fault kind: a large adapter's files were read in the engine's thread.
+
+    Here they are not read before another text has ended: in that thread neither would ever be.
+    """
+    read_adapter, text_ended = lora_module.read_adapter, threading.Event()
+
+    def slow(*arguments, **options):
+        assert text_ended.wait(30)
+        return read_adapter(*arguments, **options)
+
+    monkeypatch.setattr(lora_module, "read_adapter", slow)
+    body = {"lora_name": "late", "lora_path": "a"}
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(server.post, "/v1/load_lora_adapter", **body)
+        time.sleep(0.2)
+        assert server.text("abc", 20) == expected("abc", 20).text
+        text_ended.set()
+        assert loading.result(30).status_code == 200
+    assert server.text("abc", 20, model="late") == expected("abc", 20, lora="a").text
+    server.post("/v1/unload_lora_adapter", lora_name="late")
 
 
 def test_a_fault_of_our_own_leaves_the_connection_whole(picky, monkeypatch):
