@@ -82,7 +82,7 @@ class GrammarCompiler:
             import xgrammar
         except ImportError as error:
             raise ValueError(
-                "response_format needs the package xgrammar: pip install xgrammar"
+                "response_format needs the extra [grammar]: pip install 'xgrammar>=0.2'"
             ) from error
         self._vocab_size = vocab_size
         info = xgrammar.TokenizerInfo(

@@ -359,8 +359,8 @@ class _Reader:
             }
         if further is False:
             return {"properties": {}, "additionalProperties": False}
-        values = self.read(further, f"{at}.additionalProperties", depth + 1) or True
-        result: dict[str, Any] = {"additionalProperties": values}
+        read_further = self.read(further, f"{at}.additionalProperties", depth + 1)
+        result: dict[str, Any] = {"additionalProperties": read_further or True}
         if "propertyNames" in own:
             place = f"{at}.propertyNames"
             names = own["propertyNames"]
