@@ -13,8 +13,8 @@ from specdec import draft_notes
 from specdec.config import EngineConfig, check_adapter_name, check_k
 from specdec.drafters.adaptive import AdaptiveK
 from specdec.ends import TextTail, close, commit, event
-from specdec.failures import describe, find_culprit
-from specdec.intake import Intake, Prompt
+from specdec.failures import find_culprit
+from specdec.intake import Intake, Prompt, prompts_of
 from specdec.launch import Launched, launch
 from specdec.lora import LoraManager, ReadAdapter, lora_names
 from specdec.outputs import EngineStats, Generation, StepRecord
@@ -111,11 +111,7 @@ class Engine:
         All requests are checked before any runs. A text whose steps fail ends with the finish
         reason "error"; where this befalls all of them, what their steps raised is raised.
         """
-        if not isinstance(prompts, str | Sequence):
-            raise TypeError(f"prompt must be a string or a list, got {type(prompts).__name__}")
-        single = isinstance(prompts, str) or not prompts
-        single = single or not isinstance(prompts[0], str | Sequence)
-        many: list[Any] = [prompts] if single else list(prompts)
+        many, single = prompts_of(prompts)
         requests = zip(many, params_of(many, params), lora_names(many, lora), strict=True)
         groups = [self._intake.make(*request) for request in requests]
         for group in groups:
@@ -125,7 +121,7 @@ class Engine:
                 self.step()
         except BaseException:
             for group in groups:
-                self._abort(group)
+                self._end(group)
             raise
         results = results_of(groups, self.config.simulated_acceptance is not None)
         return results[0] if single else results
@@ -163,7 +159,7 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """End a request where it stands; others are not disturbed. Unknown ids are ignored."""
-        self._abort([r for r in self._tails if r.id == request_id])
+        self._end([r for r in self._tails if r.id == request_id])
 
     def read_lora(self, path: str | Path, draft_path: str | Path | None = None) -> ReadAdapter:
         """Read an adapter's files, for ``add_lora``. May be called in any thread, beside a step."""
@@ -209,7 +205,7 @@ class Engine:
 
     def abort_all(self, group: Sequence[Request]) -> None:
         """End these requests where they stand; those that have ended are left alone."""
-        self._abort(group)
+        self._end(group)
 
     def graph_table(self) -> list[GraphRow]:
         """One row per captured graph."""
@@ -237,7 +233,7 @@ class Engine:
         """Abort what runs and release the device memory."""
         if self._closed:
             return
-        self._abort(list(self._tails))
+        self._end(list(self._tails))
         self._drain()
         self._closed = True
         self._runner.release()
@@ -279,8 +275,6 @@ class Engine:
             # computed anew from what they have committed.
             self._drain()
             self._scheduler.give_back(plan)
-            if not isinstance(error, Exception):
-                raise
             return self._end_culprit(plan, error)
         if self._reads_late and not plan.is_empty:
             self._drain(of_last_step)
@@ -288,10 +282,10 @@ class Engine:
             self._drain()
         self._note_cost(plan)
 
-    def _end_culprit(self, plan: StepPlan, error: Exception) -> None:
+    def _end_culprit(self, plan: StepPlan, error: BaseException) -> None:
+        self._last_decode = None
         culprit = find_culprit(self._scheduler, plan, error, self.device)
         if culprit is not None:
-            culprit.error = describe(error)
             self._end([culprit], "error")
 
     def _adapt(self, adaptive: AdaptiveK) -> None:
@@ -334,7 +328,8 @@ class Engine:
                 request.tokens_in_flight += each.most_tokens
         self._launched.extend(launched)
         for record in records:
-            self._note(record)
+            self._records.append(record)
+            self._stats.note(record)
 
     def _drain(self, count: int | None = None) -> None:
         """Commit the oldest ``count`` passes in flight, or all of them."""
@@ -391,10 +386,7 @@ class Engine:
         self._num_grammars -= request.grammar is not None
         del self._tails[request]
 
-    def _abort(self, group: Sequence[Request]) -> None:
-        self._end(group, "abort")
-
-    def _end(self, group: Sequence[Request], reason: str) -> None:
+    def _end(self, group: Sequence[Request], reason: str = "abort") -> None:
         for request in group:
             if request in self._tails:
                 tail = self._tails[request]
@@ -406,10 +398,3 @@ class Engine:
     def generation(self, group: list[Request]) -> Generation:
         """The result of a request that ``add_request`` queued and that has ended."""
         return result_of(group, self.config.simulated_acceptance is not None)
-
-    def _note(self, record: StepRecord) -> None:
-        self._records.append(record)
-        self._stats.steps_by_mode[record.mode] += 1
-        if record.descriptor.uniform:
-            self._stats.live_rows += record.num_reqs
-            self._stats.padded_rows += record.descriptor.num_reqs - record.num_reqs

@@ -14,19 +14,20 @@ MAX_FAILURES = 3
 
 
 def find_culprit(
-    scheduler: Scheduler, plan: StepPlan, error: Exception, device: torch.device
+    scheduler: Scheduler, plan: StepPlan, error: BaseException, device: torch.device
 ) -> Request | None:
     """Note that ``plan``, which has been given back, failed. The request to end, if it is known.
 
     A fault that passes costs its requests nothing but time. Where one of them has been in
     ``MAX_FAILURES`` failed steps since its last token, all of the step's run alone, one after the
     other: who fails alone is the culprit, who goes on is not. Raises ``error`` where no request is
-    in the plan, and what a broken device raises: neither is a request's fault.
+    in the plan or where it is an interrupt, and what a broken device raises: none of them is a
+    request's fault.
     """
+    if not isinstance(error, Exception) or not plan.requests:
+        raise error
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    if not plan.requests:
-        raise error
     for request in plan.requests:
         request.num_failures += 1
         request.failure = error
@@ -35,13 +36,9 @@ def find_culprit(
     is_alone = len(plan.requests) == 1
     if is_alone and (first in scheduler.suspects or worst >= MAX_FAILURES):
         logger.error("request %s is ended: its steps fail", first.id, exc_info=error)
+        first.error = f"{type(error).__name__}: {error}"
         return first
     logger.warning("a step failed; its requests are computed anew", exc_info=error)
     if worst >= MAX_FAILURES:
         scheduler.isolate(plan.requests)
     return None
-
-
-def describe(error: BaseException) -> str:
-    """What a request that ended in error says of it."""
-    return f"{type(error).__name__}: {error}"

@@ -227,6 +227,15 @@ def _check_no_text(params: SamplingParams) -> None:
         raise ValueError("ignore_eos must be True with simulated_acceptance: no text ends itself")
 
 
+def prompts_of(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Any], bool]:
+    """A call's prompts, and whether it has one and no list. TypeError for what is neither."""
+    if not isinstance(prompts, str | Sequence):
+        raise TypeError(f"prompt must be a string or a list, got {type(prompts).__name__}")
+    if isinstance(prompts, str) or not prompts or not isinstance(prompts[0], str | Sequence):
+        return [prompts], True
+    return list(prompts), False
+
+
 def choice_seed(seed: int, index: int) -> int:
     """The 64-bit noise key of choice ``index``; choice 0 has the request's own."""
     # An odd multiplier maps different choices of one seed to different keys.

@@ -165,6 +165,13 @@ class EngineStats:
     padded_rows: int = 0
     live_rows: int = 0
 
+    def note(self, record: StepRecord) -> None:
+        """Count a launch."""
+        self.steps_by_mode[record.mode] += 1
+        if record.descriptor.uniform:
+            self.live_rows += record.num_reqs
+            self.padded_rows += record.descriptor.num_reqs - record.num_reqs
+
     def record(
         self,
         adapter: str,

@@ -65,6 +65,7 @@ def test_only_the_request_that_fails_alone_ends(models, oracles):
         {"max_num_seqs": 2},
         {"max_num_batched_tokens": 6},
         {"async_scheduling": True},
+        {"async_scheduling": True, "steps_per_replay": 3},
     ],
     ids=lambda options: "-".join(options),
 )
