@@ -130,11 +130,11 @@ class DrafterLike(Drafter):
                 setattr(self, name, getattr(wrapped, name))
 
 
-def as_draft(proposal: object, num_reqs: int, k: int, name: str) -> Draft:
+def as_draft(proposal: object, num_reqs: int, k: int, name: str, vocab_size: int) -> Draft:
     """What ``propose`` returned, checked.
 
     Raises TypeError or ValueError naming the drafter for anything but ids [num_reqs, k] of an
-    integer dtype, with or without probabilities [num_reqs, k, V].
+    integer dtype, with or without probabilities [num_reqs, k, vocab_size].
     """
     if isinstance(proposal, Tensor):
         proposal = Draft(proposal)
@@ -153,9 +153,12 @@ def as_draft(proposal: object, num_reqs: int, k: int, name: str) -> Draft:
             f"drafter {name!r}: propose must return ids of shape {[num_reqs, k]}, "
             f"got {list(ids.shape)}"
         )
-    if probs is not None and (probs.dim() != 3 or tuple(probs.shape[:2]) != (num_reqs, k)):
+    if probs is not None and (
+        not isinstance(probs, Tensor) or tuple(probs.shape) != (num_reqs, k, vocab_size)
+    ):
+        got = list(probs.shape) if isinstance(probs, Tensor) else type(probs).__name__
         raise ValueError(
-            f"drafter {name!r}: probabilities must have the shape [{num_reqs}, {k}, V], "
-            f"got {list(probs.shape)}"
+            f"drafter {name!r}: probabilities must have the shape {[num_reqs, k, vocab_size]}, "
+            f"got {got}"
         )
     return Draft(ids.long(), probs, proposal.num_from_first)

@@ -39,6 +39,8 @@ def generate(
         TypeError: an unknown name. ValueError: a value out of range, named.
     """
     sampling_names = {field.name for field in fields(SamplingParams)}
+    if lora is not None and (not isinstance(lora, str | Path) or not str(lora)):
+        raise TypeError(f"lora must be the path of an adapter's folder or None, got {lora!r}")
     unknown = sorted(set(params) - sampling_names - EngineConfig.field_names())
     if unknown:
         raise TypeError(f"generate has no parameter {', '.join(unknown)}")
@@ -58,10 +60,21 @@ def chat_prompts(engine: Engine, prompt: Any) -> Any:
         return _templated(engine, [{"role": "user", "content": prompt}], prompt)
     if isinstance(prompt, Sequence) and prompt:
         if all(isinstance(item, Mapping) for item in prompt):
+            for number, message in enumerate(prompt):
+                _check_message(message, number)
             return _templated(engine, list(prompt), None)
         if any(isinstance(item, str | Sequence) for item in prompt):
             return [chat_prompts(engine, item) for item in prompt]
     return prompt
+
+
+def _check_message(message: Mapping[str, Any], number: int) -> None:
+    if not isinstance(message.get("role"), str):
+        raise ValueError(f"prompt[{number}]: a chat message needs a role, got {dict(message)!r}")
+    if not isinstance(message.get("content"), str | list):
+        raise ValueError(
+            f"prompt[{number}]: a chat message needs content (a string), got {dict(message)!r}"
+        )
 
 
 def _templated(engine: Engine, messages: list[Any], plain: str | None) -> Any:

@@ -6,8 +6,9 @@ import logging
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -22,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 # Failed steps one after the other after which the engine counts as broken.
 MAX_FAILED_STEPS = 3
+# A format that takes longer is refused. What has begun to compile goes on in its thread.
+COMPILE_SECONDS = 20.0
 
 
 class EngineOverloadedError(RuntimeError):
@@ -53,7 +56,9 @@ class AsyncEngine:
     All calls of the engine happen in one thread, which steps it while there is work and sleeps
     otherwise. A caller that is cancelled, or stops iterating, aborts its request; a slow reader
     holds up nobody, since what it has not read is at most its own ``max_new_tokens``. Not more than
-    ``max_waiting`` requests are held at once.
+    ``max_waiting`` requests are held at once. A request whose steps fail ends with
+    ``finish_reason`` "error", and ``error`` of its last event or Generation says why; all others
+    go on.
     """
 
     def __init__(self, engine: Engine, *, max_waiting: int = 1024) -> None:
@@ -66,6 +71,8 @@ class AsyncEngine:
         self._failure: BaseException | None = None
         self._closing = False
         self._failed_steps = 0
+        self._compilers = ThreadPoolExecutor(2, thread_name_prefix="specdec-format")
+        self._readers = ThreadPoolExecutor(2, thread_name_prefix="specdec-adapter")
         # The current device is one of a thread's own: the engine's thread takes its maker's.
         self._cuda_device = torch.cuda.current_device() if engine.device.type == "cuda" else None
         self._thread = threading.Thread(target=self._run, name="specdec-engine", daemon=True)
@@ -106,6 +113,14 @@ class AsyncEngine:
         finally:
             self._leave(caller)
 
+    async def add_lora(
+        self, name: str, path: str | Path, draft_path: str | Path | None = None
+    ) -> None:
+        """``Engine.add_lora``, with the files read outside the engine's thread."""
+        loop = asyncio.get_running_loop()
+        read = await loop.run_in_executor(self._readers, self.engine.read_lora, path, draft_path)
+        await self.call(self.engine.add_lora, name, read)
+
     async def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Run ``function`` between two steps, for what must not meet one (adapters, statistics)."""
         return await asyncio.wrap_future(self._enqueue(function, *arguments))
@@ -119,6 +134,8 @@ class AsyncEngine:
             self._closing = True
             self._commands.put(None)
         self._thread.join()
+        for executor in (self._compilers, self._readers):
+            executor.shutdown(wait=False, cancel_futures=True)
 
     async def __aenter__(self) -> Self:
         return self
@@ -144,6 +161,8 @@ class AsyncEngine:
             self._held += 1
         caller = _Caller([], asyncio.get_running_loop(), asyncio.Queue(), streamed)
         try:
+            if params is not None and params.response_format is not None:
+                await self._prepare(params.response_format)
             await asyncio.wrap_future(self._enqueue(self._add, caller, prompt, params, lora))
         except BaseException:
             self._leave(caller)
@@ -154,6 +173,17 @@ class AsyncEngine:
         with self._held_lock:
             self._held -= 1
         self._commands.put(lambda: self._drop(caller))
+
+    async def _prepare(self, response_format: object) -> None:
+        """Compile a format outside the engine's thread, where it would hold up every step."""
+        loop = asyncio.get_running_loop()
+        work = loop.run_in_executor(self._compilers, self.engine.prepare_format, response_format)
+        try:
+            await asyncio.wait_for(work, COMPILE_SECONDS)
+        except TimeoutError as error:
+            raise ValueError(
+                f"response_format: it had not been compiled after {COMPILE_SECONDS:g} s"
+            ) from error
 
     def _enqueue(self, function: Callable[..., Any], *arguments: Any) -> "Future[Any]":
         future: Future[Any] = Future()
@@ -199,7 +229,7 @@ class AsyncEngine:
             self._refuse_commands()
 
     def _step(self) -> None:
-        """A step that fails leaves the engine as it was; only a row of failures is final."""
+        """What a step raises is no request's fault; a row of such failures is final."""
         try:
             self.engine.step()
             self._failed_steps = 0
@@ -207,7 +237,7 @@ class AsyncEngine:
             self._failed_steps += 1
             if self._failed_steps >= MAX_FAILED_STEPS:
                 raise
-            logger.exception("a step failed; its requests are computed anew")
+            logger.exception("a step failed")
 
     def _take_commands(self) -> bool:
         """Run what callers asked for; wait for it where there is nothing else. False: stop."""

@@ -17,6 +17,7 @@ import typer
 from specdec import __version__
 from specdec.bench.command import bench
 from specdec.doctor.command import doctor
+from specdec.options import json_object, sizes
 from specdec.server.command import serve
 from specdec.train.command import train_draft
 
@@ -88,6 +89,7 @@ CompilationOption = Annotated[
         show_default=False,
     ),
 ]
+ADAPTER = "adapter"  # what --lora is called in the engine
 DEFAULT_MODE = "FULL_AND_PIECEWISE"
 
 
@@ -130,19 +132,6 @@ def graph_mode(mode: str, no_graph: bool) -> str:
     return "NONE"
 
 
-def compilation_config(text: str | None) -> dict[str, Any] | None:
-    """The value of --compilation-config. Raises ValueError where it is not a JSON object."""
-    if text is None:
-        return None
-    try:
-        values = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--compilation-config is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"--compilation-config must be a JSON object, not {text}")
-    return values
-
-
 @app.callback(invoke_without_command=True)
 def root(
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
@@ -167,6 +156,14 @@ def generate(
     top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens of this mass.")] = 1.0,
     seed: Annotated[
         int | None, typer.Option(help="Same seed, same text.", show_default=False)
+    ] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(help="Ends a text before it. May be repeated.", show_default=False),
+    ] = None,
+    lora: Annotated[
+        Path | None,
+        typer.Option(help="The folder of an adapter in PEFT's format.", show_default=False),
     ] = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
@@ -204,24 +201,27 @@ def generate(
         top_k=top_k,
         top_p=top_p,
         seed=seed,
+        stop=stop or None,
     )
     fields: dict[str, Any] = {
         "dtype": dtype,
         "device": device,
         "cudagraph_mode": mode,
-        "compilation_config": compilation_config(compilation),
+        "compilation_config": json_object("--compilation-config", compilation),
+        "lora": {ADAPTER: lora} if lora is not None else None,
     }
+    adapter = ADAPTER if lora is not None else None
     with Engine(model, draft_of(draft), k, **fields) as engine:
         say(start_up_line(engine.graph_table(), engine.capture_seconds))
         prompts = [chat_prompts(engine, text) if chat_template else text for text in texts]
         if as_json:
-            results = engine.generate(prompts, params)
+            results = engine.generate(prompts, params, lora=adapter)
             assert isinstance(results, list)
             for text, result in zip(texts, results, strict=True):
                 print(json.dumps(as_dict(text, result), ensure_ascii=False), flush=True)
         else:
             show = sys.stdout.isatty() if stream is None else stream
-            print_texts(engine, prompts, params, streaming=show)
+            print_texts(engine, prompts, params, adapter, streaming=show)
 
 
 def read_prompts(given: list[str] | None) -> list[str]:
@@ -234,7 +234,12 @@ def read_prompts(given: list[str] | None) -> list[str]:
 
 
 def print_texts(
-    engine: "Engine", prompts: list[Any], params: "SamplingParams", *, streaming: bool
+    engine: "Engine",
+    prompts: list[Any],
+    params: "SamplingParams",
+    lora: str | None,
+    *,
+    streaming: bool,
 ) -> None:
     """The texts one after the other where they stream, else all at once; a line on each."""
     from specdec.tables import stats_line
@@ -246,12 +251,15 @@ def print_texts(
     batches = [[prompt] for prompt in prompts] if streaming else [prompts]
     for batch in batches:
         started = time.perf_counter()
-        results = run_timed(engine, batch, [params] * len(batch), show if streaming else None)
+        each = [params] * len(batch)
+        results = run_timed(engine, batch, each, show if streaming else None, lora=lora)
         seconds = time.perf_counter() - started
         for result in results:
             print("" if streaming else result.text, flush=True)
             spent = seconds if streaming else result.last_token
             say(stats_line(result.stats, len(result.token_ids), spent))
+            if result.error is not None:
+                say(f"the text was ended: {result.error}")
 
 
 def as_dict(prompt: str, result: "Generation") -> dict[str, Any]:
@@ -271,6 +279,7 @@ def as_dict(prompt: str, result: "Generation") -> dict[str, Any]:
         "text": result.text,
         "token_ids": result.token_ids,
         "finish_reason": result.finish_reason,
+        "error": result.error,
         "prompt_tokens": result.prompt_tokens,
         "stats": {name: getattr(stats, name) for name in names},
     }
@@ -288,6 +297,15 @@ def graphs(
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     cudagraph_mode: ModeOption = DEFAULT_MODE,
+    capture_sizes: Annotated[
+        str | None,
+        typer.Option(
+            "--cudagraph-capture-sizes",
+            metavar="N,N,...",
+            help="Batch sizes in tokens to capture.",
+            show_default=False,
+        ),
+    ] = None,
     compilation: CompilationOption = None,
     plot: Annotated[
         Path | None,
@@ -305,7 +323,8 @@ def graphs(
         "dtype": dtype,
         "device": device,
         "cudagraph_mode": cudagraph_mode,
-        "compilation_config": compilation_config(compilation),
+        "compilation_config": json_object("--compilation-config", compilation),
+        "cudagraph_capture_sizes": sizes("--cudagraph-capture-sizes", capture_sizes),
         "max_num_seqs": max_num_seqs,
     }
     with Engine(model, draft_of(draft), k, **fields) as engine:

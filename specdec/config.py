@@ -237,13 +237,13 @@ class EngineConfig:
 
     @property
     def graph_mode(self) -> CUDAGraphMode:
-        chosen = (self.compilation_config or {}).get("cudagraph_mode", self.cudagraph_mode)
-        return CUDAGraphMode.parse(chosen)
+        chosen = (self.compilation_config or {}).get("cudagraph_mode")
+        return CUDAGraphMode.parse(self.cudagraph_mode if chosen is None else chosen)
 
     @property
     def capture_sizes(self) -> Sequence[int] | None:
-        config = self.compilation_config or {}
-        return config.get("cudagraph_capture_sizes", self.cudagraph_capture_sizes)
+        sizes = (self.compilation_config or {}).get("cudagraph_capture_sizes")
+        return self.cudagraph_capture_sizes if sizes is None else sizes
 
     @property
     def torch_device(self) -> torch.device:

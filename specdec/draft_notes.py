@@ -1,10 +1,13 @@
 """What a drafter is told about requests that come and go, and what is counted of its drafts."""
 
+import logging
 from collections.abc import Iterable, Mapping
 
 from specdec.drafters.base import Drafter
 from specdec.outputs import EngineStats
 from specdec.request import Request
+
+logger = logging.getLogger(__name__)
 
 
 def before_step(drafter: Drafter | None, admitted: Iterable[Request]) -> None:
@@ -44,4 +47,8 @@ def count(
 def after_end(drafter: Drafter | None, request: Request) -> None:
     """A request has ended, and unless it failed its output is good text."""
     if drafter is not None and request.finish_reason != "error":
-        drafter.learn(request.output_ids, request.cache_salt)
+        try:
+            drafter.learn(request.output_ids, request.cache_salt)
+        except Exception:
+            # Its text is whole, and what the drafter has not learnt changes no other.
+            logger.exception("drafter %r failed to learn a text", drafter.name)

@@ -59,8 +59,8 @@ def commit(request: Request, tail: TextTail, result: RowResult) -> int:
     grammar, stop_ids = request.grammar, request.stop_ids
     for token in result.token_ids[:room]:
         if grammar is not None and not grammar.accept(token):
-            # A format without a way on from here: no token was allowed.
             request.finish_reason = "error"
+            request.error = "response_format: no token can go on from here in this format"
             break
         committed += 1
         if token in stop_ids or tail.push(token):
@@ -75,8 +75,13 @@ def commit(request: Request, tail: TextTail, result: RowResult) -> int:
     if request.params.logprobs is not None and result.logprobs is not None:
         for token, row in zip(kept, result.logprobs, strict=False):
             request.logprobs.append(_logprob(token, request, *row))
+    if committed:
+        request.num_failures, request.failure = 0, None
     if request.finish_reason is None and result.failed:
         request.finish_reason = "error"
+        request.error = "no token has a finite logit"
+        if request.grammar is not None and request.grammar.is_stuck:
+            request.error = "response_format: no token can go on from here in this format"
     if request.finish_reason is not None:
         close(request, tail)
     return committed
@@ -107,4 +112,5 @@ def event(request: Request, tail: TextTail, num_new: int) -> StreamEvent:
         token_ids=request.output_ids[len(request.output_ids) - num_new :],
         finish_reason=request.finish_reason,
         times=request.token_times[len(request.token_times) - num_new :],
+        error=request.error,
     )

@@ -10,15 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from specdec import draft_notes
-from specdec.config import EngineConfig, check_k
+from specdec.config import EngineConfig, check_adapter_name, check_k
 from specdec.drafters.adaptive import AdaptiveK
 from specdec.ends import TextTail, close, commit, event
-from specdec.intake import Intake, Prompt
+from specdec.failures import find_culprit
+from specdec.intake import Intake, Prompt, prompts_of
 from specdec.launch import Launched, launch
-from specdec.lora import LoraManager, lora_names
+from specdec.lora import LoraManager, ReadAdapter, lora_names
 from specdec.outputs import EngineStats, Generation, StepRecord
 from specdec.params import SamplingParams, params_of
 from specdec.request import Request
+from specdec.results import result_of, results_of
 from specdec.rounds import RoundsChoice
 from specdec.scheduler import StepPlan
 from specdec.stream import Stream
@@ -58,7 +60,7 @@ class Engine:
             raise TypeError(f"Engine has no field {', '.join(unknown)}")
         from specdec.build import build
 
-        parts = build(model, draft, check_k(k), EngineConfig(**fields))
+        parts = build(model, draft, check_k(k) if draft is not None else 0, EngineConfig(**fields))
         self.config = parts.config
         self.model_config = parts.model_config
         self.tokenizer = parts.tokenizer
@@ -106,12 +108,10 @@ class Engine:
     ) -> Generation | list[Generation]:
         """One Generation for a single prompt, else a list in the prompts' order.
 
-        All requests are checked before any runs.
+        All requests are checked before any runs. A text whose steps fail ends with the finish
+        reason "error"; where this befalls all of them, what their steps raised is raised.
         """
-        if not isinstance(prompts, str | Sequence):
-            raise TypeError(f"prompt must be a string or a list, got {type(prompts).__name__}")
-        single = isinstance(prompts, str) or not prompts or not _is_prompt(prompts[0])
-        many: list[Any] = [prompts] if single else list(prompts)
+        many, single = prompts_of(prompts)
         requests = zip(many, params_of(many, params), lora_names(many, lora), strict=True)
         groups = [self._intake.make(*request) for request in requests]
         for group in groups:
@@ -121,9 +121,9 @@ class Engine:
                 self.step()
         except BaseException:
             for group in groups:
-                self._abort(group)
+                self._end(group)
             raise
-        results = [self.generation(group) for group in groups]
+        results = results_of(groups, self.config.simulated_acceptance is not None)
         return results[0] if single else results
 
     def stream(
@@ -150,11 +150,24 @@ class Engine:
         self._admit(group)
         return group
 
+    def prepare_format(self, response_format: object) -> None:
+        """Compile a ``response_format``, so that requests with it start at once.
+
+        May be called in any thread, beside a step. Raises what ``generate`` raises for it.
+        """
+        self._intake.prepare_format(response_format)
+
     def abort(self, request_id: str) -> None:
         """End a request where it stands; others are not disturbed. Unknown ids are ignored."""
-        self._abort([r for r in self._tails if r.id == request_id])
+        self._end([r for r in self._tails if r.id == request_id])
 
-    def add_lora(self, name: str, path: str | Path, draft_path: str | Path | None = None) -> None:
+    def read_lora(self, path: str | Path, draft_path: str | Path | None = None) -> ReadAdapter:
+        """Read an adapter's files, for ``add_lora``. May be called in any thread, beside a step."""
+        return self._lora.read(path, draft_path)
+
+    def add_lora(
+        self, name: str, path: str | Path | ReadAdapter, draft_path: str | Path | None = None
+    ) -> None:
         """Load an adapter in PEFT's format, or a new version of it under the same name.
 
         Requests that run on an older version end on it. ``draft_path``: an adapter of the draft
@@ -162,13 +175,16 @@ class Engine:
         ValueError naming what is missing or not supported; nothing has changed then.
         """
         self._check_open()
-        self._lora.add(name, path, draft_path)
+        check_adapter_name("name", name)
+        read = path if isinstance(path, ReadAdapter) else self.read_lora(path, draft_path)
+        self._lora.add(name, read)
 
     def remove_lora(self, name: str, *, wait: bool = True) -> None:
         """Unload an adapter: new requests for it are refused at once, those it has end on it.
 
         With ``wait`` the engine steps until they have. Raises ValueError for an unknown name.
         """
+        self._check_open()
         adapter = self._lora.remove(name)
         while wait and adapter.num_requests:
             self.step()
@@ -189,7 +205,7 @@ class Engine:
 
     def abort_all(self, group: Sequence[Request]) -> None:
         """End these requests where they stand; those that have ended are left alone."""
-        self._abort(group)
+        self._end(group)
 
     def graph_table(self) -> list[GraphRow]:
         """One row per captured graph."""
@@ -217,7 +233,7 @@ class Engine:
         """Abort what runs and release the device memory."""
         if self._closed:
             return
-        self._abort(list(self._tails))
+        self._end(list(self._tails))
         self._drain()
         self._closed = True
         self._runner.release()
@@ -235,12 +251,14 @@ class Engine:
         """Schedule, launch (draft, verify and accept in one replay), then commit.
 
         On a GPU the results committed here are those of the step before. With several steps per
-        replay this is all of them.
+        replay this is all of them. A step that fails is as if it had not been; the request that
+        makes it fail is found and ends with "error".
         """
         if self._adaptive is not None:
             self._adapt(self._adaptive)
-        if self._num_grammars:
-            # A row with a grammar needs its newest tokens on the host before it goes on.
+        if self._num_grammars or self._scheduler.suspects:
+            # A row with a grammar needs its newest tokens on the host before it goes on, and
+            # whether a suspect is cleared shows in its tokens.
             self._drain()
         rounds = self._rounds.choose(self._scheduler.running)
         plan = self._scheduler.schedule(may_preempt=not self._launched, rounds=rounds)
@@ -252,17 +270,23 @@ class Engine:
             if not plan.is_empty:
                 self._track(*launch(self._runner, plan))
                 self._stats.prefill_chunks += len(plan.prefills)
-        except BaseException:
+        except BaseException as error:
             # Nothing of this step counts. What was launched before it is whole; its requests are
             # computed anew from what they have committed.
             self._drain()
             self._scheduler.give_back(plan)
-            raise
+            return self._end_culprit(plan, error)
         if self._reads_late and not plan.is_empty:
             self._drain(of_last_step)
         else:
             self._drain()
         self._note_cost(plan)
+
+    def _end_culprit(self, plan: StepPlan, error: BaseException) -> None:
+        self._last_decode = None
+        culprit = find_culprit(self._scheduler, plan, error, self.device)
+        if culprit is not None:
+            self._end([culprit], "error")
 
     def _adapt(self, adaptive: AdaptiveK) -> None:
         """Give the rows that adapt the k that promises the most tokens per second now."""
@@ -304,7 +328,8 @@ class Engine:
                 request.tokens_in_flight += each.most_tokens
         self._launched.extend(launched)
         for record in records:
-            self._note(record)
+            self._records.append(record)
+            self._stats.note(record)
 
     def _drain(self, count: int | None = None) -> None:
         """Commit the oldest ``count`` passes in flight, or all of them."""
@@ -361,40 +386,15 @@ class Engine:
         self._num_grammars -= request.grammar is not None
         del self._tails[request]
 
-    def _abort(self, group: Sequence[Request]) -> None:
+    def _end(self, group: Sequence[Request], reason: str = "abort") -> None:
         for request in group:
             if request in self._tails:
                 tail = self._tails[request]
                 close(request, tail)
-                request.finish_reason = "abort"
+                request.finish_reason = reason
                 request.events.append(event(request, tail, 0))
                 self._retire(request)
 
     def generation(self, group: list[Request]) -> Generation:
         """The result of a request that ``add_request`` queued and that has ended."""
-        choices = [
-            Generation(
-                text=r.text,
-                token_ids=r.output_ids,
-                finish_reason=r.finish_reason or "abort",
-                prompt_tokens=len(r.prompt_ids),
-                stats=r.stats,
-                logprobs=r.logprobs if r.params.logprobs is not None else None,
-                simulated=self.config.simulated_acceptance is not None,
-            )
-            for r in group
-        ]
-        choices[0].choices = list(choices)
-        return choices[0]
-
-    def _note(self, record: StepRecord) -> None:
-        self._records.append(record)
-        self._stats.steps_by_mode[record.mode] += 1
-        if record.descriptor.uniform:
-            self._stats.live_rows += record.num_reqs
-            self._stats.padded_rows += record.descriptor.num_reqs - record.num_reqs
-
-
-def _is_prompt(value: object) -> bool:
-    """A string or a list of ids, not one id."""
-    return isinstance(value, str | Sequence)
+        return result_of(group, self.config.simulated_acceptance is not None)

@@ -4,28 +4,25 @@ xgrammar compiles the format and tells which tokens may follow; the verify rows 
 mask each, for the row's own prefix.
 """
 
+import json
+import re
+import threading
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tokenizers
 
+from specdec.json_schema import enforced_schema
+from specdec.regex_syntax import check_regex
 from specdec.tokenizer import Tokenizer
 
-# Keywords of JSON schema that xgrammar does not enforce.
-_IGNORED_KEYWORDS = frozenset(
-    [
-        *("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "multipleOf"),
-        *("uniqueItems", "contains", "minContains", "maxContains"),
-        *("unevaluatedItems", "unevaluatedProperties"),
-    ]
-)
-# Keywords whose keys are names, and those whose values are no schemas.
-_NAMED_SCHEMAS = frozenset(["properties", "patternProperties", "$defs", "definitions"])
-_VALUES = frozenset(["enum", "const", "default", "examples", "required"])
-
-_ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"})
 FORMATS = "json_object, json_schema, regex, grammar, choice or text"
+MAX_CHARACTERS = 256 << 10  # of a format, written as JSON
+MAX_KEPT = 64  # compiled formats
+# Where in xgrammar's source an error arose.
+_SOURCE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
 
 
 class GrammarState:
@@ -70,9 +67,14 @@ class GrammarState:
         """The text goes on with ``token``. False where the format has no way on from here."""
         return bool(self._matcher.accept_token(token))
 
+    @property
+    def is_stuck(self) -> bool:
+        """No token may stand here, not even one that ends the text."""
+        return not self.masks([], 1)[1].any()
+
 
 class GrammarCompiler:
-    """Compiles formats for one tokenizer; equal formats are compiled once."""
+    """Compiles formats for one tokenizer; the last ones are kept. For use from several threads."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:
         """Raises ValueError where xgrammar is not installed."""
@@ -80,7 +82,7 @@ class GrammarCompiler:
             import xgrammar
         except ImportError as error:
             raise ValueError(
-                "response_format needs the package xgrammar: pip install xgrammar"
+                "response_format needs the extra [grammar]: pip install 'xgrammar>=0.2'"
             ) from error
         self._vocab_size = vocab_size
         info = xgrammar.TokenizerInfo(
@@ -89,16 +91,41 @@ class GrammarCompiler:
             vocab_size=vocab_size,
             stop_token_ids=list(eos_ids),
         )
-        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1)
+        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
         self._eos_ids = tuple(eos_ids)
+        self._kept: OrderedDict[str, Any] = OrderedDict()
+        self._lock = threading.Lock()
 
     def start(self, response_format: Mapping[str, Any]) -> GrammarState:
         """The start of a text in this format. Raises ValueError naming what is wrong with it."""
         try:
-            compiled = self._compile(response_format)
+            return self._state(self._compiled(response_format))
         except (RuntimeError, TypeError, ValueError) as error:
-            raise ValueError(f"response_format: {error}") from error
+            message = _SOURCE.sub("", str(error)).strip()
+            raise ValueError(f"response_format: {message}") from error
+
+    def _state(self, compiled: Any) -> GrammarState:
         return GrammarState(compiled, self._eos_ids, self._vocab_size)
+
+    def _compiled(self, response_format: Mapping[str, Any]) -> Any:
+        """Kept, or compiled now, with nobody else waiting for it."""
+        key = json.dumps(response_format)
+        if len(key) > MAX_CHARACTERS:
+            raise ValueError(f"it has {len(key)} characters; {MAX_CHARACTERS} are supported")
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+        compiled = self._compile(response_format)
+        if self._state(compiled).is_stuck:
+            raise ValueError(
+                "no text can begin in this format: none of the model's tokens may stand first"
+            )
+        with self._lock:
+            self._kept[key] = compiled
+            while len(self._kept) > MAX_KEPT:
+                self._kept.popitem(last=False)
+        return compiled
 
     def _compile(self, response_format: Mapping[str, Any]) -> Any:
         kind = response_format["type"]
@@ -108,9 +135,10 @@ class GrammarCompiler:
             schema = response_format["json_schema"]
             # Free white space lets a weak model write nothing else until its length ends.
             return self._compiler.compile_json_schema(
-                schema.get("schema", schema), any_whitespace=False
+                enforced_schema(schema.get("schema", schema)), any_whitespace=False
             )
         if kind == "regex":
+            check_regex(response_format["regex"])
             return self._compiler.compile_regex(response_format["regex"])
         if kind == "choice":
             words = " | ".join(_quoted(word) for word in response_format["choice"])
@@ -143,9 +171,8 @@ def check_format(response_format: object) -> Mapping[str, Any] | None:
         )
     if kind == "json_schema":
         schema = response_format["json_schema"].get("schema", response_format["json_schema"])
-        if not isinstance(schema, Mapping):
+        if not isinstance(schema, Mapping | bool):
             raise TypeError(f"response_format: schema must be a mapping, got {schema!r}")
-        _check_schema(schema)
     if kind == "choice":
         words = response_format["choice"]
         if (
@@ -155,23 +182,6 @@ def check_format(response_format: object) -> Mapping[str, Any] | None:
         ):
             raise ValueError("response_format: choice must be a list of strings that are not empty")
     return response_format
-
-
-def _check_schema(schema: object) -> None:
-    """Refuse by name what the compiler would pass over in silence."""
-    if isinstance(schema, Sequence) and not isinstance(schema, str):
-        for item in schema:
-            _check_schema(item)
-    if not isinstance(schema, Mapping):
-        return
-    for keyword, value in schema.items():
-        if keyword in _IGNORED_KEYWORDS or (keyword == "allOf" and len(value) > 1):
-            raise ValueError(f"response_format: the schema keyword {keyword!r} is not supported")
-        if keyword in _NAMED_SCHEMAS and isinstance(value, Mapping):
-            for each in value.values():
-                _check_schema(each)
-        elif keyword not in _VALUES:
-            _check_schema(value)
 
 
 def _allows(mask: np.ndarray, token: int) -> bool:

@@ -2,6 +2,7 @@
 
 import itertools
 import secrets
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -57,6 +58,7 @@ class Intake:
         self.adapters: AdapterTable | None = None
         self._arrivals = itertools.count()
         self._grammars: GrammarCompiler | None = None
+        self._grammars_lock = threading.Lock()
 
     def make(
         self, prompt: Prompt, params: SamplingParams, lora: str | None = None
@@ -114,7 +116,7 @@ class Intake:
                 raise ValueError(
                     "prompt: this model has no tokenizer; pass a list of token ids, not a string"
                 )
-            ids = self.tokenizer.encode(prompt)
+            ids = self.tokenizer.encode(_text("prompt", prompt))
         else:
             ids = [self._token_id("prompt", token) for token in _as_list(prompt)]
         if not ids:
@@ -143,6 +145,8 @@ class Intake:
             self._token_id("logit_bias", token)
         if params.stop_strings and self.tokenizer is None:
             raise ValueError("stop: this model has no tokenizer; use stop_token_ids")
+        for word in params.stop_strings:
+            _text("stop", word)
         k = params.k
         if self.speculates and k not in (None, "auto") and int(k) > self.max_k:
             raise ValueError(f"k must be between 0 and the engine's k ({self.max_k}), got {k}")
@@ -157,6 +161,7 @@ class Intake:
                 raise ValueError("bad_words: this model has no tokenizer; pass token ids")
             else:
                 for text in (word, " " + word):
+                    text = _text("bad_words", text)
                     ids = self.tokenizer.encode(text, add_special_tokens=False)
                     words.append(ids)
         longest = max((len(word) for word in words), default=0)
@@ -169,23 +174,32 @@ class Intake:
 
     def _grammar_start(self, params: SamplingParams) -> Callable[[], GrammarState] | None:
         """What makes the start of a text in the asked format, once per choice."""
-        response_format = check_format(params.response_format)
-        if response_format is None:
+        start = self.prepare_format(params.response_format)
+        for name in ("ignore_eos", "min_tokens"):
+            if start is not None and getattr(params, name):
+                raise ValueError(f"{name} cannot be combined with response_format")
+        return start
+
+    def prepare_format(self, response_format: object) -> Callable[[], GrammarState] | None:
+        """What makes the start of a text in a format, which is compiled now; None for plain text.
+
+        May be called in any thread. Raises ValueError or TypeError naming what is wrong with it.
+        """
+        checked = check_format(response_format)
+        if checked is None:
             return None
         if self.tokenizer is None:
             raise ValueError("response_format: this model has no tokenizer")
         if not self.eos_token_ids:
             raise ValueError("response_format: this model has no end-of-sequence token")
-        for name in ("ignore_eos", "min_tokens"):
-            if getattr(params, name):
-                raise ValueError(f"{name} cannot be combined with response_format")
-        if self._grammars is None:
-            self._grammars = GrammarCompiler(
-                self.tokenizer, self.vocab_size, sorted(self.eos_token_ids)
-            )
+        with self._grammars_lock:
+            if self._grammars is None:
+                self._grammars = GrammarCompiler(
+                    self.tokenizer, self.vocab_size, sorted(self.eos_token_ids)
+                )
         grammars = self._grammars
-        grammars.start(response_format)
-        return lambda: grammars.start(response_format)
+        grammars.start(checked)
+        return lambda: grammars.start(checked)
 
     def _request_k(self, params: SamplingParams) -> int:
         if not self.speculates:
@@ -213,10 +227,30 @@ def _check_no_text(params: SamplingParams) -> None:
         raise ValueError("ignore_eos must be True with simulated_acceptance: no text ends itself")
 
 
+def prompts_of(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Any], bool]:
+    """A call's prompts, and whether it has one and no list. TypeError for what is neither."""
+    if not isinstance(prompts, str | Sequence):
+        raise TypeError(f"prompt must be a string or a list, got {type(prompts).__name__}")
+    if isinstance(prompts, str) or not prompts or not isinstance(prompts[0], str | Sequence):
+        return [prompts], True
+    return list(prompts), False
+
+
 def choice_seed(seed: int, index: int) -> int:
     """The 64-bit noise key of choice ``index``; choice 0 has the request's own."""
     # An odd multiplier maps different choices of one seed to different keys.
     return (seed + index * 0x9E3779B97F4A7C15) % 2**64
+
+
+def _text(field: str, text: str) -> str:
+    """``text``. Raises ValueError where it holds half of a surrogate pair, which is no text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{field}: {text[error.start]!r} at character {error.start} is half of a surrogate pair"
+        ) from error
+    return text
 
 
 def _as_list(prompt: Any) -> list:

@@ -1,11 +1,12 @@
 """What an engine does with adapters: loads and unloads them, and makes room for the first."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from specdec.adapters import Adapter, AdapterTable, find_adapter, make_table
-from specdec.config import EngineConfig, check_adapter_name
+from specdec.config import EngineConfig
 from specdec.drafters.combined import CombinedDrafter
 from specdec.drafters.draft_model import DraftModelDrafter
 from specdec.intake import Intake
@@ -14,6 +15,14 @@ from specdec.runner import Runner
 from specdec.scheduler import Scheduler
 from specdec.verifier.models.llama import CausalLM
 from specdec.verifier.peft_format import AdapterWeights, read_adapter
+
+
+@dataclass(frozen=True, slots=True)
+class ReadAdapter:
+    """An adapter's files, read and checked."""
+
+    weights: AdapterWeights
+    draft_weights: AdapterWeights | None
 
 
 class LoraManager:
@@ -42,9 +51,8 @@ class LoraManager:
         for name, each in weights.items():
             table.add(name, each, draft_weights.get(name))
 
-    def add(self, name: str, path: str | Path, draft_path: str | Path | None = None) -> None:
-        """See ``Engine.add_lora``."""
-        check_adapter_name("name", name)
+    def read(self, path: str | Path, draft_path: str | Path | None = None) -> ReadAdapter:
+        """See ``Engine.read_lora``."""
         table = self._table
         max_rank = self._config.max_lora_rank if table is None else table.slots.max_rank
         weights = read_adapter(path, self._model.config, max_rank=max_rank)
@@ -56,13 +64,18 @@ class LoraManager:
             draft_weights = read_adapter(
                 draft_path, self._drafter.model.config, max_rank=table.draft_slots.max_rank
             )
+        return ReadAdapter(weights, draft_weights)
+
+    def add(self, name: str, adapter: ReadAdapter) -> None:
+        """See ``Engine.add_lora``."""
+        table = self._table
         if table is None:
             assert isinstance(self._model, CausalLM)
-            table = make_table(self._config, self._model, [weights])
+            table = make_table(self._config, self._model, [adapter.weights])
             self._use(table)
             if self._config.capture == "eager":
                 self._runner.capture_all()
-        table.add(name, weights, draft_weights)
+        table.add(name, adapter.weights, adapter.draft_weights)
 
     def remove(self, name: str) -> Adapter:
         """Refuse new requests for an adapter. Raises ValueError naming an unknown one."""

@@ -92,8 +92,9 @@ class Generation:
     """One prompt's result. With ``n`` > 1, ``choices`` holds all n; the fields are choice 0's.
 
     ``finish_reason`` is "stop" (end of sequence, stop token or stop string), "length", "abort" or
-    "error". An end-of-sequence or stop token is the last of ``token_ids`` and is not in ``text``.
-    ``simulated``: acceptance was drawn, so that the tokens mean nothing; ``text`` is empty.
+    "error"; ``error`` says what went wrong then. An end-of-sequence or stop token is the last of
+    ``token_ids`` and is not in ``text``. ``simulated``: acceptance was drawn, so that the tokens
+    mean nothing; ``text`` is empty.
     """
 
     text: str
@@ -102,8 +103,14 @@ class Generation:
     prompt_tokens: int
     stats: GenerationStats
     logprobs: list[TokenLogprob] | None = None
-    choices: list["Generation"] = field(default_factory=list, repr=False)
     simulated: bool = False
+    error: str | None = None
+    further_choices: list["Generation"] = field(default_factory=list, repr=False)
+
+    @property
+    def choices(self) -> list["Generation"]:
+        """All n results, this one first."""
+        return [self, *self.further_choices]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +126,7 @@ class StreamEvent:
     token_ids: list[int]
     finish_reason: str | None = None
     times: list[float] = field(default_factory=list)
+    error: str | None = None  # what went wrong, where ``finish_reason`` is "error"
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +164,13 @@ class EngineStats:
     adapter_loads: int = 0  # copies of an adapter into a slot
     padded_rows: int = 0
     live_rows: int = 0
+
+    def note(self, record: StepRecord) -> None:
+        """Count a launch."""
+        self.steps_by_mode[record.mode] += 1
+        if record.descriptor.uniform:
+            self.live_rows += record.num_reqs
+            self.padded_rows += record.descriptor.num_reqs - record.num_reqs
 
     def record(
         self,

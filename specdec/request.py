@@ -40,6 +40,7 @@ class Request:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     text: str = ""
     finish_reason: str | None = None
+    error: str | None = None  # why the text ended in "error"
     stats: GenerationStats = field(default_factory=GenerationStats)
     events: deque[StreamEvent] = field(default_factory=deque)
     token_times: list[float] = field(default_factory=list)
@@ -55,6 +56,8 @@ class Request:
     passes_in_flight: int = 0  # rounds of them
     tokens_in_flight: int = 0
     undrafted_steps: int = 0  # steps since the drafter last read this text
+    num_failures: int = 0  # steps with it that failed since its last token
+    failure: Exception | None = None  # what the last of those raised
     # It cannot take the greedy graph: a temperature, a logit rule, or logprobs.
     needs_sampling: bool = field(init=False)
 

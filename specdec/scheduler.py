@@ -80,6 +80,7 @@ class Scheduler:
         self.graphed_tokens = graphed_tokens
         self.prefix_caching = prefix_caching
         self.adapters: AdapterTable | None = None
+        self.suspects: list[Request] = []  # only the first of them runs: see ``isolate``
         self.num_preemptions = 0
         self.num_cached_tokens = 0
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
@@ -98,9 +99,11 @@ class Scheduler:
 
         None: blocks are short, and passes in flight must be read first.
         """
+        self._clear_suspects()
         plan = StepPlan(new_blocks=self._unwritten_blocks)
         self._unwritten_blocks = []
-        decodes = [r for r in self.running if r.is_prefilled and not r.surely_done]
+        able = [request for request in self.running if self._may_run(request)]
+        decodes = [request for request in able if request.is_prefilled and not request.surely_done]
         plan.k = self._batch_k(decodes)
         chosen = self._take_turns(decodes, plan.k)
         plan.rounds = self._rounds(rounds, decodes, chosen, plan.k)
@@ -171,7 +174,7 @@ class Scheduler:
         num_decoded = len(plan.decodes) * (1 + plan.k)
         budget = self._step_budget(num_decoded) - num_decoded
         for request in self.running:
-            if not request.is_prefilled and budget > 0:
+            if self._may_run(request) and not request.is_prefilled and budget > 0:
                 budget -= self._add_chunk(request, budget, plan)
         while self._free_rows and budget > 0:
             first = self._next_waiting()
@@ -206,7 +209,7 @@ class Scheduler:
     def _next_waiting(self) -> Request | None:
         """The earliest request that may start, its adapter pinned in a slot."""
         slots_are_short = False
-        for request in self.waiting:
+        for request in filter(self._may_run, self.waiting):
             if request.adapter is None:
                 return request
             if not slots_are_short:
@@ -283,8 +286,7 @@ class Scheduler:
     def _preempt(self, request: Request, plan: StepPlan) -> None:
         assert request.passes_in_flight == 0
         self.num_preemptions += 1
-        self._release(request)
-        self.add(request)
+        self._put_back(request)
         plan.decodes = [r for r in plan.decodes if r is not request]
         plan.new_blocks = [entry for entry in plan.new_blocks if entry[0] is not request]
 
@@ -292,8 +294,26 @@ class Scheduler:
         """Undo a plan that could not be launched: its requests wait, to be computed anew."""
         for request in plan.requests:
             if request.row >= 0:
-                self._release(request)
-                self.add(request)
+                self._put_back(request)
+
+    def isolate(self, suspects: list[Request]) -> None:
+        """From now on these run alone, each until it has a new token or ends; all others wait."""
+        for request in list(self.running):
+            self._put_back(request)
+        self.suspects = list(suspects)
+
+    def _may_run(self, request: Request) -> bool:
+        return not self.suspects or request is self.suspects[0]
+
+    def _clear_suspects(self) -> None:
+        while self.suspects and not self.suspects[0].num_failures:
+            cleared = self.suspects.pop(0)
+            if cleared.row >= 0:
+                self._put_back(cleared)
+
+    def _put_back(self, request: Request) -> None:
+        self._release(request)
+        self.add(request)
 
     def _give_up_blocks(self, request: Request, plan: StepPlan) -> None:
         self.pool.release(request.blocks)
@@ -302,6 +322,7 @@ class Scheduler:
 
     def finish(self, request: Request) -> None:
         """Give back what an ended or aborted request holds, wherever it stands."""
+        self.suspects = [each for each in self.suspects if each is not request]
         if request.row >= 0:
             self._release(request)
         elif request in self.waiting:

@@ -116,7 +116,7 @@ class DecodeStep:
         """Draft only. The drafter gets a view of its own, so that it cannot change the text."""
         assert self.drafter is not None
         proposal = self.drafter.propose(self.rows(num_reqs, sampled, has_lora), k)
-        return as_draft(proposal, num_reqs, k, self.drafter.name)
+        return as_draft(proposal, num_reqs, k, self.drafter.name, self.vocab_size)
 
     def mixed(
         self,

@@ -19,6 +19,7 @@ class TimedText:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    error: str | None = None  # where ``finish_reason`` is "error"
     prompt_tokens: int
     stats: GenerationStats
     first_token: float = 0.0
@@ -40,6 +41,8 @@ def run_timed(
     prompts: Sequence[str | Sequence[int]],
     params: Sequence[SamplingParams],
     on_event: Callable[[int, StreamEvent], None] | None = None,
+    *,
+    lora: str | None = None,
 ) -> list[TimedText]:
     """Run all prompts at once, as many side by side as the engine holds, in the prompts' order.
 
@@ -52,7 +55,7 @@ def run_timed(
     requests = []
     try:
         for prompt, each in zip(prompts, params, strict=True):
-            requests += engine.add_request(prompt, each)
+            requests += engine.add_request(prompt, each, lora)
         texts = [TimedText(prompt_tokens=len(r.prompt_ids), stats=r.stats) for r in requests]
         while any(text.finish_reason is None for text in texts):
             engine.step()
@@ -83,3 +86,4 @@ def _add(text: TimedText, event: StreamEvent, now: float) -> None:
     text.text += event.text
     text.token_ids += event.token_ids
     text.finish_reason = event.finish_reason
+    text.error = event.error

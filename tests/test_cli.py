@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from adapters import write_adapter
 from tiny import make_tiny
 
 import specdec
@@ -106,6 +107,23 @@ def test_a_seed_repeats_and_sampling_options_act(call, model: str) -> None:
     assert ids("--top-p", "0.000001") == greedy["token_ids"]
 
 
+def test_a_stop_string_and_an_adapter(call, model: str, tmp_path) -> None:
+    path = str(write_adapter(tmp_path / "adapter", model, seed=1))
+    plain, adapted, streamed, stopped = (
+        call(*generate(model, "-p", "one", *options)).out
+        for options in (["--json"], ["--lora", path, "--json"], ["--lora", path], ["--json"])
+    )
+    expected = specdec.generate("one", model=model, lora=path, device="cpu", max_new_tokens=12)
+    assert json.loads(adapted)["token_ids"] == expected.token_ids
+    assert json.loads(plain)["token_ids"] != expected.token_ids
+    assert streamed == expected.text + "\n"
+    text = json.loads(stopped)["text"]
+    stops = ["--stop", text[3:5], "--stop", "never there"]
+    stopped = json.loads(call(*generate(model, "-p", "one", *stops, "--json")).out)
+    assert stopped["text"] == text[: text.index(text[3:5])]
+    assert stopped["finish_reason"] == "stop" and stopped["error"] is None
+
+
 def test_the_prompt_may_come_from_standard_input(call, model: str) -> None:
     given = call(*generate(model, "-p", "from a pipe", "--json")).out
     piped = call(*generate(model, "--json"), stdin="from a pipe\n").out
@@ -128,6 +146,15 @@ def test_graphs_lists_every_captured_graph(call, model: str) -> None:
     captured = [(row.role, row.descriptor.num_reqs, row.descriptor.num_tokens) for row in rows]
     assert printed == captured
     assert "FULL up to 4 requests at k=0 and k=3" in output.out
+
+
+def test_graphs_takes_sizes_in_tokens(call, model: str) -> None:
+    options = ["--device", "cpu", "--k", "3", "--draft", "ngram", "--max-num-seqs", "4"]
+    output = call("graphs", model, *options, "--cudagraph-capture-sizes", "4, 8,16")
+    lines = [line.split() for line in output.out.splitlines() if " FULL " in line]
+    steps = [int(line[-6]) for line in lines if line[0] == "step" and int(line[-7]) > 0]
+    assert output.code == 0 and {4, 8, 16} <= set(steps)
+    assert call("graphs", model, "--cudagraph-capture-sizes", "4,x").code == 2
 
 
 def test_graphs_says_plainly_that_there_is_none(call, model: str) -> None:
@@ -157,6 +184,9 @@ def test_graphs_says_plainly_that_there_is_none(call, model: str) -> None:
             "--no-graph",
         ),
         (["graphs", "no/such/folder/x"], "no/such/folder/x"),
+        (["graphs", "MODEL", "--cudagraph-capture-sizes", "4,x"], "--cudagraph-capture-sizes"),
+        (["serve", "MODEL", "--compilation-config", "[1]"], "--compilation-config"),
+        (["serve", "MODEL", "--compilation-config", '{"mode": 9}'], "mode"),
         (["bench", "MODEL", "--k", "a..b"], "--k"),
         (["bench", "MODEL", "--prompts", "no-such-file.jsonl"], "no-such-file.jsonl"),
         (["bench", "MODEL", "--model", "MODEL"], "--model"),

@@ -1,13 +1,19 @@
 """Structured output: in the language, the same with and without drafts, and nobody else changed."""
 
+import asyncio
 import json
 import re
+import threading
 
 import pytest
 from harness import assert_no_leak, cpu_engine, greedy
 from tiny import blended, make_tiny, negated
 
 pytest.importorskip("xgrammar")
+
+from specdec import async_engine
+from specdec.async_engine import AsyncEngine
+from specdec.grammar import MAX_KEPT, GrammarCompiler
 
 LANGUAGE = {"type": "regex", "regex": "[ab]{3,9}c"}
 SCHEMA = {
@@ -141,8 +147,99 @@ def test_a_format_without_an_end_is_an_error_of_its_row_alone(spelled, response_
         params = [greedy(20, response_format=response_format), greedy(20, ignore_eos=True)]
         stuck, other = engine.generate(["abab", "x"], params)
         assert stuck.finish_reason == "error" and "ab".startswith(stuck.text)
+        assert stuck.error is not None and "in this format" in stuck.error
         assert other.token_ids == alone
         assert_no_leak(engine)
+
+
+@pytest.mark.parametrize(
+    "response_format",
+    [
+        {"type": "grammar", "grammar": 'root ::= root "a"'},
+        {"type": "regex", "regex": "[^\\s\\S]a"},
+        {"type": "choice", "choice": ["w"]},
+    ],
+    ids=lambda each: each["type"],
+)
+def test_a_format_that_no_text_can_begin_is_refused_before_it_runs(tmp_path, response_format):
+    """Fault: it ran, and ended in "the model's numbers were not finite". No model has a say."""
+    folder = str(make_tiny(tmp_path / "model", vocab=264, tokenizer="bytes", eos=[257]))
+    if response_format["type"] == "choice":
+        # A vocabulary of capital letters, which ends where others have a "w".
+        folder = str(make_tiny(tmp_path / "letters", vocab=100, tokenizer="bytes", eos=[0]))
+    with cpu_engine(folder, "ngram", max_model_len=64) as engine:
+        with pytest.raises(ValueError, match="response_format: no text can begin"):
+            engine.generate([65], greedy(8, response_format=response_format))
+        assert engine.stats().steps_by_mode == {"FULL": 0, "PIECEWISE": 0, "NONE": 0}
+        assert_no_leak(engine)
+
+
+def test_a_format_compiles_beside_the_steps_of_others(spelled, monkeypatch):
+    """Fault: a large schema was compiled in the engine's thread and held up every other request.
+
+    Here it is not done before the other text is: in the engine's thread neither would ever end.
+    """
+    neighbour_ended = threading.Event()
+    compile_schema = GrammarCompiler._compile
+
+    def slow(self, response_format):
+        assert neighbour_ended.wait(30)
+        return compile_schema(self, response_format)
+
+    monkeypatch.setattr(GrammarCompiler, "_compile", slow)
+
+    async def main():
+        engine = cpu_engine(spelled["target"], "ngram", 4, max_model_len=64)
+        async with AsyncEngine(engine) as front:
+            formatted = asyncio.create_task(front.generate("a", greedy(40, response_format=SCHEMA)))
+            await asyncio.sleep(0)
+            other = await front.generate("x", greedy(20, ignore_eos=True))
+            neighbour_ended.set()
+            return await formatted, other
+
+    formatted, other = asyncio.run(main())
+    assert len(other.token_ids) == 20 and set(json.loads(formatted.text)) == {"a", "b"}
+
+
+def test_a_format_that_takes_too_long_to_compile_is_refused(spelled, monkeypatch):
+    may_end = threading.Event()
+    monkeypatch.setattr(async_engine, "COMPILE_SECONDS", 0.05)
+    monkeypatch.setattr(GrammarCompiler, "_compile", lambda *_: may_end.wait(30))
+
+    async def main():
+        engine = cpu_engine(spelled["target"], None, max_model_len=64)
+        async with AsyncEngine(engine) as front:
+            with pytest.raises(ValueError, match=r"response_format: .*compiled"):
+                await front.generate("a", greedy(4, response_format=LANGUAGE))
+            may_end.set()
+            assert front.num_requests == 0
+
+    asyncio.run(main())
+
+
+def test_formats_that_are_kept_are_the_last_ones(spelled):
+    """P9: distinct formats do not add up, and an equal one is not compiled again."""
+    with cpu_engine(spelled["target"], None, max_model_len=64) as engine:
+        for number in range(MAX_KEPT + 6):
+            engine.prepare_format({"type": "choice", "choice": [f"v{number}"]})
+        compiler = engine._intake._grammars
+        kept = dict(compiler._kept)
+        assert len(kept) == MAX_KEPT
+        engine.prepare_format({"type": "choice", "choice": [f"v{MAX_KEPT}"]})
+        assert {key: id(value) for key, value in compiler._kept.items()} == {
+            key: id(value) for key, value in kept.items()
+        }
+        with pytest.raises(ValueError, match=r"response_format: it has .* characters"):
+            engine.prepare_format({"type": "choice", "choice": ["a" * 300_000]})
+
+
+def test_what_the_compiler_says_names_no_place_in_its_source(spelled):
+    with (
+        cpu_engine(spelled["target"], None, max_model_len=64) as engine,
+        pytest.raises(ValueError) as error,
+    ):
+        engine.prepare_format({"type": "grammar", "grammar": "root ::= ("})
+    assert str(error.value).startswith("response_format: EBNF"), error.value
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,18 @@ def test_the_command_lines_are_understood(line: str) -> None:
     words = shlex.split(line[line.index("specdec ") :])
     command = typer.main.get_command(app).commands[words[1]]  # type: ignore[attr-defined]
     assert command.make_context(words[1], words[2:]).params
+
+
+def test_what_the_commands_need_is_installed_before_them() -> None:
+    """Fault: after ``make demo`` no command was found, and ``serve`` lacked its packages."""
+    activated = SHELL_LINES.index(". .venv/bin/activate")
+    first = next(i for i, line in enumerate(SHELL_LINES) if line.startswith(("specdec ", "pip ")))
+    assert SHELL_LINES.index("make demo") < activated < first
+    served = next(i for i, line in enumerate(SHELL_LINES) if line.startswith("specdec serve"))
+    assert any("serve" in line for line in SHELL_LINES[:served] if line.startswith("pip install"))
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for extra in set(extras["optional-dependencies"]) - {"test"}:
+        assert re.search(rf"`{extra}` \(", README), extra
 
 
 def test_the_files_it_names_exist() -> None:

@@ -97,7 +97,12 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
         return None
     weight_map = read_json_object(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(f"{folder / INDEX} has no weight_map")
+        raise ValueError(f"{folder / INDEX} has no weight_map, an object of file names")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ValueError(
+                f"{folder / INDEX}: weight_map[{name!r}] must be the name of a file, got {file!r}"
+            )
     return weight_map
 
 

@@ -28,12 +28,17 @@ class CUDAGraphMode(enum.Enum):
     FULL_AND_PIECEWISE = (FULL, PIECEWISE)
 
     @classmethod
-    def parse(cls, value: "str | CUDAGraphMode") -> Self:
-        """The mode called ``value``, in any case. Raises ``ValueError`` for an unknown one."""
+    def parse(cls, value: "str | int | CUDAGraphMode") -> Self:
+        """The mode called ``value``, in any case, or of that number, 0 to 2, as in vLLM.
+
+        Raises ``ValueError`` for an unknown one.
+        """
         if isinstance(value, cls):
             return value
         if isinstance(value, str) and value.upper() in cls.__members__:
             return cls[value.upper()]
+        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 2:
+            return cls(value)
         names = ", ".join(cls.__members__)
         raise ValueError(f"cudagraph_mode must be one of {names}, not {value!r}")
 

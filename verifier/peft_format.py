@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -138,6 +138,7 @@ def _check_settings(settings: Mapping[str, Any], source: str) -> None:
         raise AdapterError(
             f"adapter {source!r}: bias={settings['bias']!r} is not supported, only 'none'"
         )
+    _check_types(settings, source)
     start = settings.get("init_lora_weights")
     if not any(start is plain or start == plain for plain in _PLAIN_STARTS):
         raise AdapterError(
@@ -149,6 +150,39 @@ def _check_settings(settings: Mapping[str, Any], source: str) -> None:
             continue
         kind = " (DoRA)" if name == "use_dora" else ""
         raise AdapterError(f"adapter {source!r}: {name}={value!r}{kind} is not supported")
+
+
+def _check_types(settings: Mapping[str, Any], source: str) -> None:
+    def refuse(name: str, wanted: str) -> NoReturn:
+        raise AdapterError(
+            f"adapter {source!r}: {CONFIG}: {name} must be {wanted}, got {settings[name]!r}"
+        )
+
+    for name in ("target_modules", "exclude_modules"):
+        value = settings.get(name)
+        names = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(each, str) for each in names):
+            refuse(name, "a string or a list of strings")
+        if isinstance(value, str):
+            _check_expression(name, value, source)
+    for name in ("rank_pattern", "alpha_pattern"):
+        patterns = settings.get(name)
+        if patterns is not None and not isinstance(patterns, dict):
+            refuse(name, "an object")
+        for pattern in patterns or ():
+            _check_expression(name, pattern, source)
+    if not isinstance(settings.get("use_rslora"), bool | None):
+        refuse("use_rslora", "true or false")
+
+
+def _check_expression(field: str, expression: str, source: str) -> None:
+    try:
+        re.compile(expression)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise AdapterError(
+            f"adapter {source!r}: {CONFIG}: {field}: {expression!r} is no regular expression: "
+            f"{error}"
+        ) from error
 
 
 def _target_sites(

@@ -34,7 +34,7 @@ class AdapterService:
             raise bad_request(f"lora_name: {name!r} is the base model", "lora_name")
         try:
             path = path_inside(root, given)
-            await self._front.call(self._front.engine.add_lora, name, path)
+            await self._front.add_lora(name, path)
         except Exception as error:
             raise as_api_error(error, _FIELDS) or error from error
         return JSONResponse({"status": "loaded", "lora_name": name})

@@ -26,7 +26,7 @@ def create_app(front: ServingEngine, settings: ServerSettings) -> FastAPI:
     app = FastAPI(title="specdec", docs_url=None, redoc_url=None, openapi_url=None)
     metrics = Metrics()
     app.add_middleware(Gate, api_key=settings.api_key, metrics=metrics)
-    for kind in (ApiError, HTTPException, Exception):
+    for kind in (ApiError, HTTPException):
         app.add_exception_handler(kind, _tell)
     texts = TextService(front, settings, metrics)
     adapters = AdapterService(front, settings)
@@ -116,11 +116,9 @@ class AboutService:
 
 async def _tell(request: Request, error: Exception) -> Response:
     """Every answer but 200 has OpenAI's form."""
-    match error:
-        case ApiError():
-            return error.response()
-        case HTTPException():
-            message = f"{request.method} {request.url.path}: {error.detail}"
-            headers = dict(error.headers) if error.headers else None
-            return ApiError(error.status_code, message, headers=headers).response()
-    return ApiError(500, "internal server error").response()
+    if isinstance(error, HTTPException):
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        headers = dict(error.headers) if error.headers else None
+        error = ApiError(error.status_code, message, headers=headers)
+    assert isinstance(error, ApiError)
+    return error.response()

@@ -1,11 +1,12 @@
 """The server as a command: ``specdec serve``."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from specdec.options import json_object
 
 INSTALL = 'pip install "fastapi>=0.115" "uvicorn>=0.30" "prometheus-client>=0.20"'
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
@@ -87,6 +88,15 @@ def serve(
     cudagraph_mode: Annotated[
         str, typer.Option(help="NONE, PIECEWISE, FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE.")
     ] = "FULL_AND_PIECEWISE",
+    compilation: Annotated[
+        str | None,
+        typer.Option(
+            "--compilation-config",
+            metavar="JSON",
+            help='As in vLLM: \'{"mode": 3, "compile_sizes": [8]}\'.',
+            show_default=False,
+        ),
+    ] = None,
     capture: Annotated[
         str, typer.Option(help="eager: all graphs at start-up; lazy: each on first use.")
     ] = "eager",
@@ -152,6 +162,7 @@ def serve(
         "dtype": dtype,
         "device": device,
         "cudagraph_mode": cudagraph_mode,
+        "compilation_config": json_object("--compilation-config", compilation),
         "capture": capture,
         "attention_backend": attention_backend,
         "acceptance": acceptance,
@@ -197,14 +208,7 @@ def named_paths(option: str, given: list[str] | None) -> dict[str, str]:
 
 def further_options(text: str | None, known: dict[str, Any]) -> dict[str, Any]:
     """The value of --engine-options. Raises ValueError where it is no JSON object."""
-    if text is None:
-        return {}
-    try:
-        values = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--engine-options is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"--engine-options must be a JSON object, not {text}")
+    values = json_object("--engine-options", text) or {}
     twice = sorted(set(values) & set(known))
     if twice:
         raise ValueError(f"--engine-options: {', '.join(twice)} have options of their own")

@@ -67,6 +67,13 @@ def model_not_found(name: str) -> ApiError:
     return ApiError(404, message, param="model", code="model_not_found")
 
 
+def ended_in_error(why: str | None) -> ApiError:
+    """The answer where a text ended in "error": the format's fault, or ours."""
+    if why is not None and why.startswith("response_format"):
+        return bad_request(why, "response_format")
+    return ApiError(500, f"the text was ended: {why}", code="text_failed")
+
+
 def as_api_error(error: BaseException, fields: Collection[str] = ()) -> ApiError | None:
     """The answer to an error that the engine raised; None for one that nobody expects.
 

@@ -22,11 +22,13 @@ class Piece:
     text: str
     token_ids: list[int]
     finish_reason: str | None
+    error: str | None = None
 
     def add(self, event: StreamEvent) -> None:
         self.text += event.text
         self.token_ids += event.token_ids
         self.finish_reason = event.finish_reason
+        self.error = event.error
 
 
 class Job:

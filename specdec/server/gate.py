@@ -2,6 +2,7 @@
 
 import base64
 import binascii
+import logging
 import secrets
 
 from starlette.datastructures import Headers
@@ -10,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from specdec.server.errors import ApiError
 from specdec.server.metrics import CLIENT_GONE, Metrics
 
+_log = logging.getLogger(__name__)
 OPEN_ROUTES = ("/health",)
 STATUS_PAGE = "/"
 
@@ -42,8 +44,11 @@ class Gate:
             app = self._app if refusal is None else refusal.response()
             await app(scope, receive, counted)
         except Exception:
-            status = 500
-            raise
+            _log.exception("a fault of the server's own")
+            if status != CLIENT_GONE:
+                raise
+            # Raised further it would end the connection, with the client's next request on it.
+            await ApiError(500, "internal server error").response()(scope, receive, counted)
         finally:
             route = getattr(scope.get("route"), "path", "other")
             self._metrics.requests.labels(route, str(status)).inc()

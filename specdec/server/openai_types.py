@@ -152,7 +152,7 @@ def _check_format(response_format: object) -> None:
         raise bad_request("response_format must be an object with a type", "response_format")
     schema = response_format.get("json_schema")
     if response_format["type"] == "json_schema" and not (
-        isinstance(schema, dict) and isinstance(schema.get("schema"), dict)
+        isinstance(schema, dict) and isinstance(schema.get("schema"), dict | bool)
     ):
         raise bad_request(
             'response_format: type "json_schema" needs {"json_schema": {"schema": {...}}}',

@@ -14,7 +14,7 @@ from specdec.intake import Prompt
 from specdec.params import SamplingParams
 from specdec.server.answers import Answer, ChatAnswer, CompletionAnswer
 from specdec.server.body import read_object
-from specdec.server.errors import ApiError, ModelNotFoundError, as_api_error
+from specdec.server.errors import ApiError, ModelNotFoundError, as_api_error, ended_in_error
 from specdec.server.front import Job, Piece, ServingEngine
 from specdec.server.logprobs import TokenTexts
 from specdec.server.metrics import CLIENT_GONE, JobTimer, Metrics
@@ -166,7 +166,7 @@ class _Texts:
                 if piece.finish_reason == "abort":
                     raise ApiError(503, "the server is shutting down", code="shutting_down")
                 if piece.finish_reason == "error":
-                    raise ApiError(500, "the model's numbers were not finite; the text was ended")
+                    raise ended_in_error(piece.error)
             yield pieces
 
     def _last_event(self, error: Exception) -> bytes:

@@ -249,6 +249,8 @@ class Writer:
                 assert job.request is not None
                 if job.request.finish_reason is None:
                     still.append(job)
+                elif job.request.error is not None:
+                    raise RuntimeError(f"a text ended in error: {job.request.error}")
                 else:
                     job.on_tokens(job.request.output_ids)
                     progress(len(job.request.output_ids))

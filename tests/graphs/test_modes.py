@@ -49,7 +49,7 @@ def test_parse(value):
     assert CUDAGraphMode.parse(value) is CUDAGraphMode.FULL_AND_PIECEWISE
 
 
-@pytest.mark.parametrize("value", ["fulll", 2, None])
+@pytest.mark.parametrize("value", ["fulll", 3, None])
 def test_parse_refuses_by_name(value):
     with pytest.raises(ValueError, match="cudagraph_mode must be one of NONE, PIECEWISE, FULL"):
         CUDAGraphMode.parse(value)

@@ -33,6 +33,8 @@ def edit(folder: Path, **fields: Any) -> Path:
         ({"rope_parameters": {"rope_type": "su"}}, "rope_type 'su'"),
         ({"rope_scaling": {"type": "default", "mrope_section": [2, 3, 3]}}, "mrope"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "layer to layer"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor=0.25"),
         ({"rope_scaling": {"type": "linear"}}, "rope field 'factor'"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),

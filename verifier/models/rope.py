@@ -76,10 +76,14 @@ def parse_rope(config: Mapping[str, Any], *, head_size: int, max_position: int) 
             raise ValueError(f"rope field {name!r} of rope_type {rope_type!r}: got {value!r}")
         return float(value)
 
+    part = number("partial_rotary_factor", 1.0)
+    if part != 1.0:
+        # transformers' models of these families rotate whole heads, other readers do not.
+        raise ValueError(f"partial_rotary_factor={part:g} is not supported, only 1")
     common: dict[str, Any] = {
         "rope_type": rope_type,
         "theta": number("rope_theta", 10000.0),
-        "rotary_dim": int(head_size * number("partial_rotary_factor", 1.0)),
+        "rotary_dim": head_size,
     }
     if rope_type == "default":
         return RopeConfig(**common)
