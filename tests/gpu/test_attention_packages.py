@@ -1,6 +1,7 @@
 """The engine over the flash-attn and flashinfer packages, where they are installed."""
 
 import pytest
+import torch
 from harness import PROMPTS, assert_decodes_replayed, assert_no_leak, greedy
 from tiny import make_tiny, negated
 
@@ -20,10 +21,11 @@ PACKAGES = [
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Head size 128, for which flashinfer need not compile long."""
+    """Head size 128, for which flashinfer need not compile long; saved in bfloat16, which a draft
+    keeps."""
     root = tmp_path_factory.mktemp("packages")
     shape = {"hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 128, "ffn": 320, "vocab": 300}
-    target = make_tiny(root / "target", seed=3, std=0.15, **shape)
+    target = make_tiny(root / "target", seed=3, std=0.15, dtype=torch.bfloat16, **shape)
     return {"same": str(target), "negated": str(negated(target, root / "negated"))}
 
 
