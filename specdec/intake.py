@@ -46,7 +46,8 @@ class Intake:
     ) -> None:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
-        self.eos_token_ids = frozenset(eos_token_ids)
+        # A config may name ids that this model cannot emit.
+        self.eos_token_ids = frozenset(id for id in eos_token_ids if 0 <= id < vocab_size)
         self.max_model_len = max_model_len
         self.block_size = block_size
         self.num_kv_blocks = num_kv_blocks

@@ -138,3 +138,15 @@ def test_a_closed_engine_unloads_nothing(models, tmp_path):
     with pytest.raises(RuntimeError, match="closed"):
         engine.remove_lora("a")
     shutil.rmtree(path)
+
+
+@pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "NONE"])
+def test_an_end_of_sequence_id_outside_the_vocabulary_is_harmless(tmp_path, mode):
+    """Fault: with min_tokens the id was masked in the logits, out of bounds, at every step."""
+    model = str(make_tiny(tmp_path / "model", vocab=128, eos=[7, 140]))
+    with cpu_engine(model, "ngram", 4, cudagraph_mode=mode) as engine:
+        params = [greedy(6, ignore_eos=False, min_tokens=3), greedy(6, ignore_eos=False)]
+        held, free = engine.generate([[5, 17, 99], [5, 17, 99]], params)
+        assert held.error is None and free.error is None
+        assert 7 not in held.token_ids[:3]
+        assert_no_leak(engine)
