@@ -19,11 +19,14 @@ from specdec.kernels.linear_triton import (
     linear,
     tile_arguments,
 )
+from specdec.kernels.lora_rows_triton import TILES
 from specdec.kernels.lora_tiles import shrink_tile
 from specdec.kernels.lora_triton import Shrink, expand_, expand_silu_mul
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_shrink", "num_tiles"])
+@triton.jit(
+    do_not_specialize=["num_rows", "num_shrink", "num_tiles"], do_not_specialize_on_alignment=TILES
+)
 def _linear_shrink_kernel(
     x,  # [T, K], rows x_stride apart
     weight,  # [N, K]

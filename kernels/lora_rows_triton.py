@@ -9,11 +9,14 @@ from specdec.kernels.launch import pdl_options, wait_for_inputs
 from specdec.kernels.lora_rows import SlotTiles, packed_size
 
 NO_SLOT = tl.constexpr(2**31 - 1)
+# Views of one tensor: how they are aligned changes with the number of rows, and must not compile
+# the kernels that read them anew.
+TILES = ["order", "tile_slot", "tile_first", "tile_end"]
 # Rows and tiles that a program looks at together. Two sizes, so that two kernels are all there is.
 _SMALL, _LARGE = (64, 64), (1024, 256)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tiles"])
+@triton.jit(do_not_specialize=["num_rows", "num_tiles"], do_not_specialize_on_alignment=TILES)
 def _slot_tiles_kernel(
     slot_of_token,  # [T]
     order,  # [T] int32

@@ -23,7 +23,7 @@ from specdec.kernels.activation_triton import silu_product
 from specdec.kernels.launch import pdl_options, wait_for_inputs
 from specdec.kernels.linear_triton import unit_stride
 from specdec.kernels.lora_rows import SlotTiles
-from specdec.kernels.lora_rows_triton import slot_tiles
+from specdec.kernels.lora_rows_triton import TILES, slot_tiles
 from specdec.kernels.lora_tiles import expand_tile, shrink_tile, shrunk_rows, tile_of_rows
 
 # Chunks of the input features; each is one partial sum, which every tile of the second launch adds.
@@ -31,7 +31,7 @@ _MAX_CHUNKS = 4
 _MIN_CHUNK = 512
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=TILES)
 def _shrink_kernel(
     x,
     a_stack,
@@ -81,7 +81,7 @@ def _shrink_kernel(
     )
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=TILES)
 def _expand_kernel(
     partial,  # [C, T, P * r] float32
     b_stack,  # [S, N, r], slots b_stride apart
@@ -134,7 +134,7 @@ def _expand_kernel(
         tl.store(out + offsets, product.to(dtype), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=TILES)
 def _expand_silu_mul_kernel(
     partial,  # [C, T, 2 * r] float32
     b_stack,  # [S, 2F, r], slots b_stride apart
