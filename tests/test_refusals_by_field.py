@@ -150,3 +150,12 @@ def test_an_end_of_sequence_id_outside_the_vocabulary_is_harmless(tmp_path, mode
         assert held.error is None and free.error is None
         assert 7 not in held.token_ids[:3]
         assert_no_leak(engine)
+
+
+@pytest.mark.parametrize("field", ["tensor_parallel", "tensor_parallel_size"])
+def test_more_than_one_gpu_is_refused_by_name(spelled, field):
+    """C60: not offered, so it must not be dropped, since nobody starts the other ranks."""
+    with pytest.raises((ValueError, TypeError), match=field):
+        cpu_engine(spelled, None, **{field: 2})
+    with pytest.raises((ValueError, TypeError), match=field):
+        generate(spelled, **{field: 2})
