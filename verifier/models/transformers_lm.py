@@ -85,7 +85,9 @@ def _experts(
 ) -> Tensor:
     """Grouped experts: [T, hidden], [T, k] and [T, k] -> [T, hidden]."""
     odd = ("has_bias", "is_transposed", "has_post_expert_norm")
-    plain = module.has_gate and module.is_concatenated and not any(getattr(module, n) for n in odd)
+    plain = module.has_gate and module.is_concatenated
+    # Not every version of transformers knows all of them.
+    plain = plain and not any(getattr(module, name, False) for name in odd)
     if not plain or not type(module.act_fn).__name__.startswith("SiLU"):
         raise UnsupportedModelError(f"{type(module).__name__} are experts of an unknown kind")
     weights = module.gate_up_proj, module.down_proj
