@@ -4,9 +4,10 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from specdec.kernels.attention import paged_attention_reference
-from specdec.verifier.attention.aligned import align_rows
+from specdec.verifier.attention.aligned import AlignedRows, align_rows
 from specdec.verifier.attention.base import AttentionMetadata, AttentionNeeds
 from specdec.verifier.modes import AttentionCGSupport, BatchDescriptor
 
@@ -73,18 +74,34 @@ class FlashAttnBackend:
                 by_request, key_cache, value_cache, cache_seqlens=rows.num_keys, **options
             ).flatten(0, 1)
         else:
-            ends = rows.num_keys.cumsum(0, dtype=torch.int32)
+            ends, table = _keys_of_requests(rows, metadata, key_cache.shape[1])
             out = self._varlen(
                 queries,
                 key_cache,
                 value_cache,
                 metadata.query_start_loc,
-                torch.cat([ends.new_zeros(1), ends]),
+                ends,
                 metadata.max_query_len,
-                metadata.block_table.shape[1] * key_cache.shape[1],
-                **options,
+                table.shape[1] * key_cache.shape[1],
+                **(options | {"block_table": table}),
             )
         return rows.results(out)
+
+
+def _keys_of_requests(
+    rows: AlignedRows, metadata: AttentionMetadata, page_size: int
+) -> tuple[Tensor, Tensor]:
+    """Where each request's keys end, [R + 1] int32, and a block table that reaches so far.
+
+    A tile of query rows that sees no key writes its sums where they would lie in a uniform batch,
+    past the end of those of a flattened one (seen with 2.8.3). So requests of padding, which have
+    rows and no keys, are given as many keys as rows; what they read is thrown away.
+    """
+    query_lens = metadata.query_start_loc.diff()
+    num_keys = torch.where(rows.num_keys == 0, query_lens, rows.num_keys)
+    missing = -(-metadata.max_query_len // page_size) - metadata.block_table.shape[1]
+    table = F.pad(metadata.block_table, (0, max(0, missing)))
+    return F.pad(num_keys.cumsum(0, dtype=torch.int32), (1, 0)), table
 
 
 @cache
