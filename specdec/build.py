@@ -22,7 +22,7 @@ from specdec.drafters.base import Drafter
 from specdec.drafters.combined import CombinedDrafter, make_lookup, split_names
 from specdec.drafters.draft_model import DraftModelDrafter
 from specdec.drafters.shipped import auto_draft
-from specdec.graph_report import capture_progress, start_up_line
+from specdec.graph_report import start_progress, start_up_line
 from specdec.graph_setup import make_dispatcher, make_flat_model, resolve_mode
 from specdec.intake import Intake
 from specdec.kernels.linear import configure_exact_blas
@@ -201,7 +201,7 @@ def build(
         manager.start(adapters, lora, draft_lora)
     started = time.perf_counter()
     if config.capture == "eager":
-        with capture_progress() as progress:
+        with start_progress("capturing") as progress:
             runner.capture_all(progress)
     capture_seconds = time.perf_counter() - started
     logger.info(start_up_line(runner.graph_table(), capture_seconds))

@@ -57,8 +57,9 @@ def is_flat(row: "GraphRow") -> bool:
 
 
 @contextmanager
-def capture_progress() -> "Iterator[Progress | None]":
-    """A progress bar on standard error during captures; None where that is no terminal."""
+def start_progress(doing: str) -> "Iterator[Progress | None]":
+    """A progress bar on standard error at start-up, "loading" or "capturing" what is named to it;
+    None where standard error is no terminal."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -66,10 +67,10 @@ def capture_progress() -> "Iterator[Progress | None]":
     from rich.console import Console
 
     with progress.Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("capturing graphs", total=None)
+        task = bar.add_task(doing, total=None)
 
         def show(done: int, total: int, name: str) -> None:
-            bar.update(task, completed=done, total=total, description=f"capturing {name}")
+            bar.update(task, completed=done, total=total, description=f"{doing} {name}")
 
         yield show
 

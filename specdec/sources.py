@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from specdec.config import DTYPES, EngineConfig
+from specdec.graph_report import start_progress
 from specdec.heads import HeadCheckpoint
 from specdec.tokenizer import Tokenizer, load_tokenizer
 from specdec.verifier.attention.base import AttentionBackend
@@ -49,13 +50,15 @@ def load_source(
 ) -> LanguageModel:
     if isinstance(source.model, CausalLM):
         return source.model
-    return load_any_model(
-        source.model,
-        source.config,
-        dtype=dtype_of(config, source, device),
-        device=device,
-        attention_backend=backend,
-    )
+    with start_progress("loading") as progress:
+        return load_any_model(
+            source.model,
+            source.config,
+            dtype=dtype_of(config, source, device),
+            device=device,
+            attention_backend=backend,
+            progress=progress,
+        )
 
 
 def dtype_of(config: EngineConfig, source: Source, device: torch.device) -> torch.dtype:

@@ -4,7 +4,7 @@ import copy
 import json
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +30,8 @@ from specdec.verifier.models.registry import model_class
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 TOKENIZER_FILES = ("tokenizer*", "chat_template*", "special_tokens_map.json", "vocab.json")
+# Called with the number done, the number of all, and the name of the next.
+Progress = Callable[[int, int, str], None]
 # Names in one message; a checkpoint of another model lacks hundreds.
 MAX_NAMES = 5
 
@@ -58,11 +60,13 @@ def load_model(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     attention_backend: AttentionBackend,
+    progress: Progress | None = None,
 ) -> CausalLM:
     """Load one of our own models for inference; ``dtype`` None keeps the checkpoint's.
 
     Everything that can be refused is, before memory is allocated: errors as ``read_config``, and
-    ValueError naming missing, unexpected or misshapen tensors and damaged files.
+    ValueError naming missing, unexpected or misshapen tensors and damaged files. ``progress`` is
+    told the tensors done, their number, and the next one's name.
     """
     read_config(path_or_id)  # refuse before a hub id's weights are fetched
     checkpoint, config = open_checkpoint(resolve_model(path_or_id, weights=True))
@@ -72,7 +76,10 @@ def load_model(
         device=device,
         attention_backend=attention_backend,
     )
-    for name, slot in model.weight_slots().items():
+    slots = model.weight_slots()
+    for done, (name, slot) in enumerate(slots.items()):
+        if progress is not None:
+            progress(done, len(slots), name)
         slot.copy_(checkpoint.read(name))
     return model.eval()
 
@@ -84,11 +91,16 @@ def load_any_model(
     dtype: torch.dtype,
     device: torch.device | str,
     attention_backend: AttentionBackend,
+    progress: Progress | None = None,
 ) -> LanguageModel:
     """``load_model`` by the implementation that ``config``, of this model, was read for."""
     if config.implementation == "specdec":
         return load_model(
-            path_or_id, dtype=dtype, device=device, attention_backend=attention_backend
+            path_or_id,
+            dtype=dtype,
+            device=device,
+            attention_backend=attention_backend,
+            progress=progress,
         )
     from specdec.verifier.models.transformers_lm import load_transformers_model
 
