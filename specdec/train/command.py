@@ -38,14 +38,20 @@ def train_draft(
         float, typer.Option(help="With --data: share of the documents that take it.")
     ] = 1.0,
     rework_share: Annotated[
-        float, typer.Option(help="Share that asks to rework an earlier answer.")
-    ] = 0.25,
+        float, typer.Option(help="Share of the rest whose prompts hold earlier answers.")
+    ] = 0.4,
+    task_share: Annotated[
+        float, typer.Option(help="Share of the rest that sets a task about a subject.")
+    ] = 0.3,
+    follow_up_share: Annotated[
+        float, typer.Option(help="Share of the conversations with further turns.")
+    ] = 0.35,
     tokens: Annotated[int, typer.Option(help="Tokens of text to write at most.")] = 12_000_000,
     greedy_share: Annotated[
         float, typer.Option(help="Share of the documents with greedy answers throughout.")
-    ] = 0.85,
+    ] = 0.7,
     max_user_tokens: Annotated[int, typer.Option(help="Longest user message.")] = 96,
-    max_answer_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 384,
+    max_answer_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 256,
     num_seqs: Annotated[int, typer.Option(help="Requests that run at once.")] = 256,
     seq_len: Annotated[int, typer.Option(help="Tokens of a training row.")] = 1024,
     batch_tokens: Annotated[int, typer.Option(help="Tokens of a training step.")] = 8192,
@@ -69,7 +75,7 @@ def train_draft(
         str | None,
         typer.Option(help="Layers whose inputs the head reads.", show_default="2,n/2,n-3"),
     ] = None,
-    draft_vocab: Annotated[int, typer.Option(help="Ids that the head can propose.")] = 16384,
+    draft_vocab: Annotated[int, typer.Option(help="Ids that the head can propose.")] = 24576,
     head: Annotated[
         str, typer.Option(help="shared: the target's rows, nothing to save; own: a trained copy.")
     ] = "shared",
@@ -99,6 +105,8 @@ def train_draft(
         data=data,
         data_share=data_share,
         rework_share=rework_share,
+        task_share=task_share,
+        follow_up_share=follow_up_share,
         tokens=tokens,
         greedy_share=greedy_share,
         max_user_tokens=max_user_tokens,

@@ -80,10 +80,9 @@ class DraftModelTraining:
         target_logits = states.logits(self.target.model.lm_head[: self._vocab])
         same = batch.document[:, :-1] == batch.document[:, 1:]
         counted = same & batch.answer[:, 1:]
-        row_weight = counted.float() / counted.sum().clamp_min(1)
         hidden = self._hidden(batch)
         loss, agreed = soft_cross_entropy(
-            hidden[:, :-1], self._head[: self._vocab], target_logits[:, :-1], row_weight
+            hidden, self._head[: self._vocab], target_logits, counted
         )
         return Losses(loss, loss.detach()[None], agreed[None])
 

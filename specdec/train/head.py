@@ -6,6 +6,7 @@ Test", 2025. Parameters carry the names of the public checkpoints.
 Shape letters: B rows, T positions, H query heads, G key/value heads, D head size, C hidden size.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,10 @@ from torch import Tensor, nn
 
 from specdec.verifier.models.config import ModelConfig
 from specdec.verifier.models.rope import RopeConfig, cos_sin_table
+
+
+# What begins random beside weights of the target begins with this share of its usual size.
+SMALL = 0.2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,9 +190,34 @@ class DraftHead(nn.Module):
         for name, weight in self.named_parameters():
             if weight.dim() == 2:
                 nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
-                # The layer starts as its residual stream alone.
+                # The layer starts as its residual stream alone, unless it starts as a target's.
                 if name.endswith(("o_proj.weight", "down_proj.weight")):
                     nn.init.zeros_(weight)
+
+    def start_as(self, layer: Mapping[str, Tensor]) -> None:
+        """Begin as a decoder layer of the target, by the names of its tensors: what has the same
+        shape here. The part that reads embeddings begins small and random.
+        """
+        own = dict(self.midlayer.named_parameters())
+        own["input_layernorm.weight"] = own.pop("hidden_norm.weight")
+        with torch.no_grad():
+            for name, tensor in layer.items():
+                weight = own.get(name)
+                if weight is None:
+                    continue
+                if weight.shape == tensor.shape:
+                    weight.copy_(tensor)
+                elif name.startswith("self_attn.") and weight.shape[0] == tensor.shape[0]:
+                    weight.mul_(SMALL)
+                    weight[:, weight.shape[1] - tensor.shape[1] :] = tensor
+
+    def pass_last_feature(self) -> None:
+        """Let ``fuse`` begin as the highest of the target's layers, and little of the others."""
+        hidden = self.config.hidden_size
+        scale = self.feature_scale[-hidden:]
+        with torch.no_grad():
+            self.fc.weight.mul_(SMALL)
+            self.fc.weight[:, -hidden:] += torch.diag(scale / scale.mean())
 
     def set_feature_scale(self, features: Tensor, keep: Tensor) -> None:
         """Take the mean size of each feature [B, T, 3 C] over the positions of ``keep`` [B, T]."""

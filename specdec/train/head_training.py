@@ -11,6 +11,7 @@ from specdec.train.head import DraftHead, HeadConfig, KeysValues
 from specdec.train.loop import Losses
 from specdec.train.loss import drafted_positions, next_tokens, soft_cross_entropy, step_weights
 from specdec.train.rows import Batch
+from specdec.train.states import KeptStates
 from specdec.train.target import FrozenTarget, TargetStates
 from specdec.train.vocab import DraftVocab
 
@@ -51,6 +52,7 @@ class HeadTraining:
     ) -> None:
         model = target.model
         self.target = target
+        self._states = KeptStates(target)
         self.vocab = vocab
         self.weights = step_weights(num_steps, decay)
         self._ids = vocab.ids.to(model.device)
@@ -60,35 +62,37 @@ class HeadTraining:
             torch.manual_seed(seed)
             head = DraftHead(config)
         head.norm.weight.data.copy_(model.norm)
+        last = model.first_layers()[-1]
+        head.start_as({name.removeprefix("."): slot for name, slot in last.weight_slots("")})
         if config.own_head:
             head.lm_head.weight.data.copy_(self._rows)
         self.head = head.to(model.device)
 
     def prepare(self, batch: Batch) -> None:
-        """Take the sizes of the target's states from a batch.
+        """Take the sizes of the target's states from a batch, and begin as its highest layer.
 
         A text's first token is left out: its states may be a thousand times larger than others.
         """
         states = self.target(batch)
         self.head.set_feature_scale(states.features, batch.positions > 0)
+        self.head.pass_last_feature()
 
     def parameters(self) -> list[torch.nn.Parameter]:
         return list(self.head.parameters())
 
     def losses(self, batch: Batch) -> Losses:
-        states = self.target(batch)
+        states = self._states(batch)
         target_logits = states.logits(self._rows)
-        known = self._known[self.target.greedy(states)]
+        known = self._known[states.choice]
         by_step, agreement = [], []
         with self._autocast():
             for step, hidden in enumerate(self._unroll(batch, states, len(self.weights))):
-                counted = drafted_positions(batch, step) & known[:, 1 + step : -1]
-                row_weight = counted.float() / counted.sum().clamp_min(1)
                 loss, agreed = soft_cross_entropy(
-                    self.head.norm(hidden)[:, : -(2 + step)],
+                    self.head.norm(hidden),
                     self._output_weight,
-                    target_logits[:, 1 + step : -1],
-                    row_weight,
+                    target_logits,
+                    drafted_positions(batch, step) & known[:, 1 + step : -1],
+                    ahead=1 + step,
                 )
                 by_step.append(loss)
                 agreement.append(agreed)

@@ -1,4 +1,4 @@
-"""Prompts from a file, and prompts made of the target's own earlier answers."""
+"""Prompts from a file."""
 
 import json
 from collections.abc import Mapping
@@ -19,28 +19,6 @@ class Prompt:
     def first_messages(self) -> list[dict[str, str]]:
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         return [*system, {"role": "user", "content": self.turns[0]}]
-
-
-# Around an earlier answer, which takes the place of {text}. Nothing here is from a benchmark.
-REWORK = (
-    "Summarize the following text in a few sentences.\n\n{text}",
-    "{text}\n\nSummarize the text above.",
-    "Give a short summary of this article:\n{text}",
-    "What are the main points of the following text? List them.\n\n{text}",
-    "Rewrite the following text in simpler words.\n\n{text}",
-    "Correct the mistakes in this text and return all of it:\n{text}",
-    "Translate the following text to German: {text}",
-    "Translate to French:\n{text}",
-    "Translate the following text to Spanish.\n\n{text}",
-    "Translate the following text into English: {text}",
-    "Read the passage and answer the question.\n\nPassage: {text}\n\nQuestion: What is the passage "
-    "about, and what does it say about it?",
-    "Context:\n{text}\n\nUsing only the context above, explain its most important statement.",
-    "Here are some documents.\n\n[1] {text}\n\nWrite an answer that quotes the documents.",
-    "Continue the following text.\n\n{text}",
-    "Turn this text into a list of questions and answers:\n\n{text}",
-    "Explain the following to a ten-year-old.\n\n{text}",
-)
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:

@@ -25,6 +25,8 @@ class Batch:
     document: Tensor  # [B, T] int64: which one of its row a token belongs to, PADDING for none
     positions: Tensor  # [B, T] int64, from 0 in each document
     answer: Tensor  # [B, T] bool: the target wrote it as an answer
+    rows: tuple[int, ...]  # which ones of all rows these are
+    num_rows: int  # of how many
 
     def mask(self) -> Tensor:
         """Which keys a query sees, [B, 1, T, T] bool: its own document up to itself."""
@@ -71,7 +73,9 @@ class PackedRows:
     def batch(self, rows: Sequence[int]) -> Batch:
         index = torch.tensor(rows, device=self._tensors[0].device)
         tokens, document, positions, answer = (tensor[index] for tensor in self._tensors)
-        return Batch(tokens.long(), document.long(), positions.long(), answer)
+        return Batch(
+            tokens.long(), document.long(), positions.long(), answer, tuple(rows), len(self)
+        )
 
 
 class BatchOrder:

@@ -26,6 +26,7 @@ from specdec.train.prompts import Prompt, read_prompts
 from specdec.train.report import environment, plot_report, show_report, write_report
 from specdec.train.rows import PackedRows
 from specdec.train.settings import SHARD_DOCUMENTS, TrainSettings
+from specdec.train.tasks import Shelf
 from specdec.train.target import FrozenTarget, check_layers, default_layers, load_target
 from specdec.train.template import ChatPieces, chat_pieces
 from specdec.train.vocab import count_vocab
@@ -37,7 +38,7 @@ from specdec.verifier.models.llama import CausalLM
 
 DATA = "data"
 # Share of a time limit after which no more text is written.
-WRITING_SHARE = 0.48
+WRITING_SHARE = 0.5
 # Request counts with graphs of their own, up to what runs at once.
 REQUEST_COUNTS = (4, 16, 32, 64, 96, 128, 192, 256, 384, 512)
 # Tokens of held-out text that acceptance is measured on at most, and the widths it is measured for.
@@ -235,7 +236,12 @@ def _write_text(
             number = corpus.num_shards
             earlier = corpus.read(number - 1) if number else []
             documents = _write_shard(
-                writer, number, settings.tokens - num_tokens, earlier, out_of_time, advance
+                writer,
+                number,
+                settings.tokens - num_tokens,
+                Shelf.of(earlier, tokenizer),
+                out_of_time,
+                advance,
             )
             if not documents:
                 break
@@ -262,7 +268,7 @@ def _write_shard(
     writer: Writer,
     shard: int,
     missing: int,
-    earlier: list[Document],
+    shelf: Shelf,
     out_of_time: Any,
     advance: Any,
 ) -> list[Document]:
@@ -270,7 +276,7 @@ def _write_shard(
     most = writer.settings.max_user_tokens + writer.settings.max_answer_tokens
     count = min(SHARD_DOCUMENTS, max(2, math.ceil(2 * missing / most)))
     first = shard * SHARD_DOCUMENTS
-    plans = [writer.plan(number, earlier) for number in range(first, first + count)]
+    plans = [writer.plan(number, shelf) for number in range(first, first + count)]
     writer.write(plans, out_of_time, advance)
     # Without an answer there is nothing to learn from.
     return [plan.document for plan in plans if plan.document.spans]

@@ -30,12 +30,17 @@ class TrainSettings:
         lora_rank: with ``draft``: train adapters of this rank and merge them. None trains all.
         data: JSON lines with prompts; None lets the target write the prompts too.
         data_share: share of the documents whose prompts come from ``data``.
-        rework_share: share of the documents that ask to summarise, translate or otherwise rework
-            an earlier answer of the target: long prompts whose words come back in the answer.
+        rework_share: of the other documents, the share whose prompt holds earlier answers of the
+            target, to be summarised, translated, searched or otherwise worked on: long prompts
+            whose words come back in the answer.
+        task_share: of the same, the share that sets a task about a subject; what is left opens with
+            a message that the target writes.
+        follow_up_share: share of the conversations that the user goes on with.
         tokens: tokens of text that the target writes at most.
         greedy_share: share of the documents whose answers are greedy throughout; the others open
             with ``opening_tokens`` sampled ones and are greedy from there.
-        max_user_tokens, max_answer_tokens: per message.
+        max_user_tokens, max_answer_tokens: per message. A greedy answer ends sooner where it only
+            repeats itself; texts for later prompts may be twice as long.
         num_seqs: requests that the engine runs at once.
         seq_len: tokens of a training row; no document is longer.
         batch_tokens: tokens of a training step, a multiple of ``seq_len``.
@@ -58,12 +63,14 @@ class TrainSettings:
     lora_rank: int | None = None
     data: str | None = None
     data_share: float = 1.0
-    rework_share: float = 0.25
+    rework_share: float = 0.4
+    task_share: float = 0.3
+    follow_up_share: float = 0.35
     tokens: int = 12_000_000
-    greedy_share: float = 0.85
+    greedy_share: float = 0.7
     opening_tokens: int = 24
     max_user_tokens: int = 96
-    max_answer_tokens: int = 384
+    max_answer_tokens: int = 256
     num_seqs: int = 256
     seq_len: int = 1024
     batch_tokens: int = 8192
@@ -74,7 +81,7 @@ class TrainSettings:
     step_decay: float = 0.8
     lr: float | None = None
     layers: tuple[int, ...] | None = None
-    draft_vocab: int = 16384
+    draft_vocab: int = 24576
     head: str = "shared"
     parallel: bool = False
     save_every: int = 500
@@ -91,9 +98,16 @@ class TrainSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{_option(name)} must be at least 1, got {value}")
-        for name in ("data_share", "rework_share", "greedy_share"):
+        for name in (
+            *("data_share", "rework_share", "task_share", "follow_up_share", "greedy_share"),
+        ):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{_option(name)} must be in [0, 1], got {getattr(self, name)}")
+        if self.rework_share + self.task_share > 1:
+            raise ValueError(
+                f"--rework-share ({self.rework_share}) and --task-share ({self.task_share}) add up "
+                "to more than 1"
+            )
         for name in ("epochs", "time_limit", "lr", "step_decay"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):

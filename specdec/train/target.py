@@ -25,6 +25,11 @@ class TargetStates:
 
     features: Tensor  # [B, T, layers * hidden]: the inputs of the chosen layers, side by side
     hidden: Tensor  # [B, T, hidden] after the final norm
+    choice: Tensor  # [B, T] int64: the target's own next token after each position
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.features, self.hidden, self.choice
 
     def logits(self, head: Tensor) -> Tensor:
         """[B, T, rows of ``head``] in the target's dtype."""
@@ -91,7 +96,8 @@ class FrozenTarget:
         shape = batch.tokens.shape
         kept = [inputs[i] for i in self.layers] or [residual[:, :0]]
         features = torch.cat(kept, dim=-1)
-        return TargetStates(features.unflatten(0, shape), hidden.unflatten(0, shape))
+        hidden = hidden.unflatten(0, shape)
+        return TargetStates(features.unflatten(0, shape), hidden, self._choice(hidden))
 
     @torch.no_grad()
     def embed(self, ids: Tensor) -> Tensor:
@@ -99,13 +105,12 @@ class FrozenTarget:
         return F.embedding(ids, self.model.embed_tokens).float()
 
     @torch.no_grad()
-    def greedy(self, states: TargetStates) -> Tensor:
-        """The target's own next token after each position, [B, T] int64."""
+    def _choice(self, hidden: Tensor) -> Tensor:
         ids = [
             linear(row, self.model.lm_head, out_dtype=torch.float32)[:, : self.vocab_size].argmax(
                 -1
             )
-            for row in states.hidden
+            for row in hidden
         ]
         return torch.stack(ids)
 

@@ -9,21 +9,23 @@ from specdec.params import SamplingParams
 from specdec.request import Request
 from specdec.tokenizer import Tokenizer
 from specdec.train.corpus import Document
-from specdec.train.prompts import REWORK, Prompt
+from specdec.train.prompts import Prompt
+from specdec.train.repeats import circle_end
 from specdec.train.settings import MIN_ANSWER_TOKENS, TrainSettings
+from specdec.train.tasks import Shelf, Tasks
 from specdec.train.template import ChatPieces
 
 # Every so many documents one is kept from training. Its answers are greedy: it is what acceptance
 # is measured on.
 HELD_OUT_EVERY = 50
-# Every so many self-written conversations one has a second turn.
-SECOND_TURN_EVERY = 6
-# Sampling temperatures of the openings of answers that are not greedy.
+# Sampling temperatures of what is sampled of an answer.
 TEMPERATURES = (0.7, 1.0)
 # A user message of the model's own is at least this long.
 MIN_USER_TOKENS = 3
-# Tokens of an earlier answer that a prompt may quote.
-MAX_QUOTED_TOKENS = 320
+# A greedy answer is looked at every so many tokens: where it only repeats itself it ends.
+TOKENS_PER_LOOK = 16
+# A text that later prompts are to hold may be so many times as long as an answer.
+WRITING_LENGTH = 2
 # New requests start together once so many rows are free: each start costs a step with prompts.
 ARRIVALS = 8
 
@@ -41,8 +43,9 @@ class Plan:
 
     document: Document
     turns: list[Prompt | None]  # one per turn; None: the target writes the user's message
-    quoted: list[int] | None  # an earlier answer that the first message asks to rework
     temperature: float
+    num_sampled: int  # tokens that each answer opens with before it is greedy; 0: all greedy
+    max_answer: int
     rng: random.Random
     is_whole: bool = True  # False once a message did not fit or time ran out
 
@@ -54,6 +57,22 @@ class _Job:
     params: SamplingParams
     on_tokens: Callable[[list[int]], None]
     request: Request | None = field(default=None)
+    num_seen: int = 0  # tokens of the output that were looked at for circles
+
+    @property
+    def circle(self) -> int | None:
+        """Where a greedy output that repeats itself should end.
+
+        It is looked at in the same places however many tokens a step brings.
+        """
+        assert self.request is not None
+        output = self.request.output_ids
+        while self.params.temperature == 0 and self.num_seen + TOKENS_PER_LOOK <= len(output):
+            self.num_seen += TOKENS_PER_LOOK
+            end = circle_end(output[: self.num_seen])
+            if end is not None:
+                return end
+        return None
 
 
 class Writer:
@@ -80,27 +99,32 @@ class Writer:
         if pieces.user_end is not None:
             self._ends.add(pieces.user_end)
 
-    def plan(self, number: int, earlier: Sequence[Document]) -> Plan:
-        """Document ``number``'s plan: the same whenever it is made. ``earlier`` may be quoted."""
+    def plan(self, number: int, shelf: Shelf) -> Plan:
+        """Document ``number``'s plan: the same whenever it is made, for the same ``shelf``."""
         settings = self.settings
         rng = random.Random(settings.seed * 2**32 + number)
-        sampled = rng.random() >= settings.greedy_share and not is_held_out(number)
-        temperature = rng.choice(TEMPERATURES) if sampled else 0.0
+        is_sampled = rng.random() >= settings.greedy_share
         turns: list[Prompt | None] = [None]
-        quoted = None
+        is_writing = False
         if self.prompts and rng.random() < settings.data_share:
             prompt = self.prompts[number % len(self.prompts)]
             rest = [Prompt((turn,)) for turn in prompt.turns[1:]] if self.pieces.again else []
             turns = [prompt, *rest]
-        elif self._can_quote and earlier and rng.random() < settings.rework_share:
-            quoted = rng.choice(earlier).answer[:MAX_QUOTED_TOKENS]
-        elif self.pieces.again is not None and number % SECOND_TURN_EVERY == 0:
-            turns.append(None)
-        return Plan(Document(number, not sampled), turns, quoted, temperature, rng)
-
-    @property
-    def _can_quote(self) -> bool:
-        return self.tokenizer is not None and self.pieces.user_end is not None
+        elif self.tokenizer is not None and self.pieces.user_end is not None:
+            tasks = Tasks(settings, rng, shelf)
+            turns, is_writing = tasks.turns(follow=self.pieces.again is not None)
+        max_answer = settings.max_answer_tokens * (WRITING_LENGTH if is_writing else 1)
+        num_sampled = max_answer if is_writing else settings.opening_tokens * is_sampled
+        if is_held_out(number):
+            num_sampled = 0
+        return Plan(
+            Document(number, num_sampled == 0),
+            turns,
+            temperature=rng.choice(TEMPERATURES) if num_sampled else 0.0,
+            num_sampled=num_sampled,
+            max_answer=max_answer,
+            rng=rng,
+        )
 
     def write(self, plans: Sequence[Plan], out_of_time: Deadline, progress: Progress) -> None:
         """Write all documents, turn by turn; where time runs out they end as they are then.
@@ -114,7 +138,7 @@ class Writer:
             for plan in active:
                 start = len(plan.document.tokens)
                 plan.document.spans.append((start, start))
-            openings = [self._opening_job(plan, turn) for plan in active if plan.temperature]
+            openings = [self._opening_job(plan, turn) for plan in active if plan.num_sampled]
             self._run(openings, out_of_time, progress)
             self._run([self._answer_job(plan) for plan in active], out_of_time, progress)
             for plan in active:
@@ -165,11 +189,7 @@ class Writer:
     def _before_user(self, plan: Plan, turn: int) -> list[int]:
         if turn == 0:
             # A prompt of a file brings its own, with its system message.
-            return (
-                []
-                if plan.turns[0] is not None or plan.quoted is not None
-                else list(self.pieces.opening)
-            )
+            return [] if plan.turns[0] is not None else list(self.pieces.opening)
         again = list(self.pieces.again or ())
         last = plan.document.tokens[-1]
         return again[1:] if again and again[0] == last else again
@@ -177,10 +197,6 @@ class Writer:
     def _given_message(self, plan: Plan, turn: int) -> list[int] | None:
         """The message and what follows it up to the answer; None where the target writes it."""
         prompt = plan.turns[turn]
-        if prompt is None and plan.quoted is not None and turn == 0:
-            assert self.tokenizer is not None
-            text = self.tokenizer.decode(plan.quoted).strip()
-            prompt = Prompt((plan.rng.choice(REWORK).format(text=text),))
         if prompt is None:
             return None
         tokenizer = self.tokenizer
@@ -202,7 +218,7 @@ class Writer:
 
     def _opening_job(self, plan: Plan, turn: int) -> _Job:
         params = SamplingParams(
-            max_new_tokens=min(self.settings.opening_tokens, self._room(plan)),
+            max_new_tokens=min(plan.num_sampled, self._room(plan)),
             temperature=plan.temperature,
             seed=self._seed(plan, 2 * turn + 1),
         )
@@ -210,7 +226,7 @@ class Writer:
 
     def _answer_job(self, plan: Plan) -> _Job | None:
         start, end = plan.document.spans[-1]
-        room = min(self._room(plan), self.settings.max_answer_tokens - (end - start))
+        room = min(self._room(plan), plan.max_answer - (end - start))
         has_ended = end > start and plan.document.tokens[-1] in self._ends
         if room < 1 or has_ended or not plan.is_whole:
             return None
@@ -247,13 +263,16 @@ class Writer:
             still = []
             for job in running:
                 assert job.request is not None
-                if job.request.finish_reason is None:
-                    still.append(job)
-                elif job.request.error is not None:
+                if job.request.error is not None:
                     raise RuntimeError(f"a text ended in error: {job.request.error}")
-                else:
-                    job.on_tokens(job.request.output_ids)
-                    progress(len(job.request.output_ids))
+                end = job.circle
+                if end is not None:
+                    self.engine.abort_all([job.request])
+                elif job.request.finish_reason is None:
+                    still.append(job)
+                    continue
+                job.on_tokens(job.request.output_ids[:end])
+                progress(len(job.request.output_ids[:end]))
             running = still
         for job in [*running, *waiting]:
             job.plan.is_whole = False

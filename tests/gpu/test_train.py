@@ -55,7 +55,7 @@ def test_the_training_forward_makes_the_engines_choices(tmp_path, dtype):
         batch = rows.batch([number])
         states = target(batch)
         assert states.features.shape == (1, 128, 3 * 192)
-        choices = target.greedy(states)[0].tolist()
+        choices = states.choice[0].tolist()
         for document, start in rows.rows[number].places:
             own = choices[start + 2 : start + 42]
             same += sum(a == b for a, b in zip(own, document.answer, strict=True))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from made import SHAPE, documents, head_of, target_of
+from made import SHAPE, documents, head_of, target_of, vocab_of
 from safetensors.torch import load_file
 from slow_head import SlowHead
 from tiny import make_tiny, read_json
@@ -129,3 +129,27 @@ def test_the_scale_of_features_leaves_out_what_it_is_told(target: FrozenTarget) 
     keep[:, 0] = False
     made.head.set_feature_scale(features, keep)
     assert torch.allclose(made.head.feature_scale, features[:, 1:].abs().mean((0, 1)), rtol=1e-5)
+
+
+def test_a_head_begins_as_the_targets_last_layer(target: FrozenTarget) -> None:
+    """What reads embeddings and low layers is small, the rest is the target's to the bit."""
+    vocab = vocab_of(IDS, 64)
+    config = head_of(target, IDS).head.config
+    made = HeadTraining(config, target, vocab, num_steps=2, decay=0.8, seed=3)
+    batch = PackedRows(documents([13, 9, 7], 64), 32, "cpu").batch([0])
+    made.prepare(batch)
+    layer = dict(target.model.first_layers()[-1].weight_slots("x"))
+    own = made.head.midlayer
+    for name in ("q_proj", "k_proj", "v_proj"):
+        weight = getattr(own.self_attn, name).weight
+        assert torch.equal(weight[:, 32:], layer[f"x.self_attn.{name}.weight"])
+        assert 0 < weight[:, :32].std() < 0.5 * 64**-0.5
+    assert torch.equal(own.self_attn.o_proj.weight, layer["x.self_attn.o_proj.weight"])
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        assert torch.equal(getattr(own.mlp, name).weight, layer[f"x.mlp.{name}.weight"])
+    assert torch.equal(own.hidden_norm.weight, layer["x.input_layernorm.weight"])
+    states = target(batch)
+    fused = made.head.fuse(states.features)[batch.document >= 0]
+    highest = states.features[..., -32:][batch.document >= 0]
+    likeness = torch.nn.functional.cosine_similarity(fused, highest, dim=-1)
+    assert likeness.mean() > 0.9

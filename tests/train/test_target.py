@@ -27,7 +27,7 @@ def test_logits_and_states_of_packed_documents(tmp_path: Path, family: str) -> N
     batch = rows.batch([1, 0])
     states = target(batch)
     logits = states.logits(target.model.lm_head)
-    greedy = target.greedy(states)
+    greedy = states.choice
     for i, row in enumerate((1, 0)):
         for document, start in rows.rows[row].places:
             place = slice(start, start + len(document.tokens))
@@ -48,7 +48,7 @@ def test_ids_that_the_engine_never_emits_are_no_choice(tmp_path: Path) -> None:
     target = target_of(make_tiny(tmp_path, vocab=64, **SHAPE), layers=())
     target.vocab_size = 10
     batch = PackedRows(documents([40], 64), 64, "cpu").batch([0])
-    assert int(target.greedy(target(batch)).max()) < 10
+    assert int(target(batch).choice.max()) < 10
 
 
 @pytest.mark.parametrize(

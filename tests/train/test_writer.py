@@ -6,16 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made import CHATML
+from made import CHATML, bigram_model
 from tiny import make_tiny
 
 import specdec
 from specdec.tokenizer import load_tokenizer
+from specdec.train import tasks
 from specdec.train.corpus import Document
-from specdec.train.prompts import REWORK, Prompt
+from specdec.train.frames import WRITINGS
+from specdec.train.prompts import Prompt
 from specdec.train.settings import TrainSettings
+from specdec.train.tasks import Shelf
 from specdec.train.template import ChatPieces, chat_pieces
-from specdec.train.writer import SECOND_TURN_EVERY, Writer, is_held_out
+from specdec.train.writer import Writer, is_held_out
 
 EOS = 7
 SIZES: dict[str, Any] = {
@@ -25,6 +28,10 @@ SIZES: dict[str, Any] = {
     "max_answer_tokens": 20,
     "opening_tokens": 5,
     "num_seqs": 3,
+    # Only what the target says itself, unless a test asks for more.
+    "rework_share": 0.0,
+    "task_share": 0.0,
+    "follow_up_share": 0.0,
 }
 LONG = {"seq_len": 320, "batch_tokens": 320}
 OPENING = "<|im_start|>user\n"
@@ -51,7 +58,7 @@ def write(
     numbers: range,
     *,
     prompts: tuple[Prompt, ...] = (),
-    earlier: tuple[Document, ...] = (),
+    shelf: Shelf = Shelf(),
     out_of_time: Callable[[], bool] = never,
     **changes: Any,
 ) -> list[Document]:
@@ -62,7 +69,7 @@ def write(
     ) as engine:
         pieces = chat_pieces(tokenizer, engine.model_config.bos_token_id)
         writer = Writer(engine, pieces, tokenizer, settings, prompts)
-        plans = [writer.plan(number, earlier) for number in numbers]
+        plans = [writer.plan(number, shelf) for number in numbers]
         writer.write(plans, out_of_time, lambda _: None)
         engine.check_integrity()
         assert engine.stats().free_kv_blocks == engine.stats().total_kv_blocks
@@ -70,7 +77,7 @@ def write(
 
 
 def greedy_answer(model: Path, prompt: list[int], length: int) -> list[int]:
-    with specdec.Engine(model, device="cpu", max_num_seqs=1, max_model_len=320) as engine:
+    with specdec.Engine(model, device="cpu", max_num_seqs=1, max_model_len=512) as engine:
         params = specdec.SamplingParams(max_new_tokens=length)
         result = engine.generate(prompt, params)
         assert isinstance(result, specdec.Generation)
@@ -155,29 +162,55 @@ def test_held_out_documents_are_greedy(chat: Path) -> None:
     assert write(chat, range(0, 1), greedy_share=0.0)[0].greedy
 
 
-def test_some_conversations_have_a_second_turn(chat: Path) -> None:
+def test_conversations_go_on(chat: Path) -> None:
+    """Each answer is the target's, to all that was said before."""
     tokenizer = load_tokenizer(chat)
     assert tokenizer is not None
-    number = SECOND_TURN_EVERY
-    (document,) = write(chat, range(number, number + 1), greedy_share=1.0, **LONG)
-    first, second = document.spans
-    between = tokenizer.decode(document.tokens[first[1] : second[0]], skip_special_tokens=False)
-    assert between.startswith("<|im_end|>\n" + OPENING) and between.endswith(REPLY)
-    assert document.tokens[second[0] : second[1]] == greedy_answer(
-        chat, document.tokens[: second[0]], 20
-    )
+    wanted = {"seq_len": 512, "batch_tokens": 512, "follow_up_share": 1.0}
+    found = write(chat, range(1, 7), greedy_share=1.0, **wanted)
+    assert {len(document.spans) for document in found} == {2, 3}
+    for document in found:
+        for (_, before), (start, end) in itertools.pairwise(document.spans):
+            between = tokenizer.decode(document.tokens[before:start], skip_special_tokens=False)
+            assert between.startswith("<|im_end|>\n" + OPENING) and between.endswith(REPLY)
+            expected = greedy_answer(chat, document.tokens[:start], 20)
+            assert document.tokens[start:end] == expected
 
 
 def test_an_answers_end_token_is_not_written_twice(chat: Path) -> None:
     """In ChatML the answer ends on the token with which the template goes on."""
-    settings = TrainSettings(out="unused", **SIZES)
+    settings = TrainSettings(out="unused", **(SIZES | {"follow_up_share": 1.0}))
     with specdec.Engine(chat, device="cpu", max_num_seqs=1, max_model_len=160) as engine:
         pieces = ChatPieces((1,), (4,), (EOS, 2, 3), EOS)
         writer = Writer(engine, pieces, load_tokenizer(chat), settings)
-        plan = writer.plan(SECOND_TURN_EVERY, ())
+        plan = writer.plan(1, Shelf())
         for answer, expected in (([9, EOS], [2, 3]), ([9, 9], [EOS, 2, 3])):
             plan.document.tokens = [1, 4, *answer]
             assert writer._before_user(plan, 1) == expected
+
+
+def test_texts_for_later_prompts_are_sampled_and_long(
+    chat: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tasks, "OF_SUBJECTS", {WRITINGS: 1})
+    found = write(chat, range(49, 54), task_share=1.0, greedy_share=1.0, **LONG)
+    for document in found:
+        ((start, end),) = document.spans
+        assert document.greedy == is_held_out(document.number)
+        assert end - start == 40
+        expected = greedy_answer(chat, document.tokens[:start], 40)
+        assert (document.answer == expected) == document.greedy
+
+
+def test_an_answer_ends_where_it_only_repeats_itself(tmp_path: Path) -> None:
+    """The next token hangs on the last alone, so that every greedy text comes to go round."""
+    model = bigram_model(tmp_path, bos=1)
+    sizes = {"max_answer_tokens": 128, "seq_len": 160}
+    for document in write(model, range(1, 9), greedy_share=1.0, **sizes):
+        ((start, end),) = document.spans
+        expected = greedy_answer(model, document.tokens[:start], 128)
+        assert end - start < 100
+        assert document.answer == expected[: end - start]
 
 
 def test_prompts_of_a_file_are_rendered_as_the_engine_renders_them(chat: Path) -> None:
@@ -204,19 +237,15 @@ def test_a_prompt_that_leaves_no_room_is_left_out(chat: Path) -> None:
     assert document.spans == [] and document.tokens == []
 
 
-def test_earlier_answers_are_quoted(chat: Path) -> None:
+def test_prompts_hold_earlier_answers(chat: Path) -> None:
     tokenizer = load_tokenizer(chat)
     assert tokenizer is not None
-    quote = "The mill stands by the river."
-    ids = tokenizer.encode(quote)
-    earlier = (Document(0, True, [1, *ids], [(1, 1 + len(ids))]),)
-    made = write(
-        chat, range(1, 5), earlier=earlier, rework_share=1.0, seq_len=320, batch_tokens=320
-    )
-    asked = {form.format(text=quote) for form in REWORK}
-    for document in made:
+    shelf = Shelf((("The mill stands by the river.", 30), ("Two boats went by.", 20)), ())
+    found = write(chat, range(1, 9), shelf=shelf, rework_share=1.0, **LONG)
+    for document in found:
         text = tokenizer.decode(document.tokens[: document.spans[0][0]])
-        assert text.removeprefix(OPENING).removesuffix(REPLY) in asked
+        assert text.startswith(OPENING) and text.endswith(REPLY)
+        assert "The mill stands by the river." in text or "Two boats went by." in text
 
 
 def test_plain_text_starts_at_bos_and_goes_on_from_a_sampled_beginning(plain: Path) -> None:

@@ -8,6 +8,8 @@ from specdec.kernels import (
     activation_triton,
     argmax,
     argmax_triton,
+    distill,
+    distill_triton,
     kv_cache,
     kv_cache_triton,
     norm,
@@ -150,3 +152,19 @@ def test_values_that_are_not_finite_are_stored_as_nan_keys(with_rope) -> None:
     keys = ours[0].view(-1, 2, 80)
     assert keys[3, 1].isnan().all() and keys[19, 0].isnan().all()
     assert keys[3, 0].isfinite().all() and ours[1].isfinite().all()
+
+
+@pytest.mark.parametrize("vocab", [63, 4096, 9001])
+def test_distilled_rows(vocab) -> None:
+    """Rows of the target in another order and one of them twice; ties go to the lowest id."""
+    logits, target_logits = 4 * randn(5, vocab), 4 * randn(7, vocab + 3, seed=1)[:, :vocab]
+    logits[1, [40, 20, 60]] = 50.0
+    target_logits[2, [30, 20]] = 40.0
+    target_logits[6, 62] = -torch.inf
+    rows = torch.tensor([6, 2, 0, 0, 3])
+    grad = logits.clone()
+    wanted = distill.distill_rows_reference(grad, target_logits, rows)
+    loss, hits = distill_triton.distill_rows(logits, target_logits, rows)
+    torch.testing.assert_close(loss, wanted[0], rtol=2e-6, atol=2e-6)
+    assert torch.equal(hits, wanted[1]) and hits[1]
+    close(logits, grad)
