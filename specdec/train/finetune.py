@@ -81,9 +81,7 @@ class DraftModelTraining:
         same = batch.document[:, :-1] == batch.document[:, 1:]
         counted = same & batch.answer[:, 1:]
         hidden = self._hidden(batch)
-        loss, agreed = soft_cross_entropy(
-            hidden, self._head[: self._vocab], target_logits, counted
-        )
+        loss, agreed = soft_cross_entropy(hidden, self._head[: self._vocab], target_logits, counted)
         return Losses(loss, loss.detach()[None], agreed[None])
 
     @torch.no_grad()

@@ -180,6 +180,7 @@ TOPICS = tuple(topic.strip() for topic in TOPICS if topic.strip())
 
 _BOLD = re.compile(r"\*\*([^*\n:.]{4,40})\*\*")
 _NAME = re.compile(r"\b[A-Z]\w+(?: (?:of|the|and|de|von) [A-Z]\w+| [A-Z]\w+)+")
+_LONG_WORD = re.compile(r"\b\w{7,}\b")
 _SENTENCE_END = re.compile(r"[.!?][\"')\]]*\s|\n")
 
 
@@ -187,6 +188,11 @@ def topics_in(text: str) -> list[str]:
     """What a text names: words in bold, and runs of words with capital letters."""
     found = [*_BOLD.findall(text), *_NAME.findall(text)]
     return [topic.strip() for topic in found if len(topic) <= 60]
+
+
+def long_words(text: str) -> list[str]:
+    """What a text may be asked about where it names nothing."""
+    return sorted(set(_LONG_WORD.findall(text)))
 
 
 def whole_sentences(text: str) -> str:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from specdec.verifier.models.config import ModelConfig
 from specdec.verifier.models.rope import RopeConfig, cos_sin_table
 
-
 # What begins random beside weights of the target begins with this share of its usual size.
 SMALL = 0.2
 
@@ -112,10 +111,11 @@ class SelfAttention(nn.Module):
         scores = [(query @ first.key[:, :, None].mT).masked_fill(~mask[:, None], -torch.inf)]
         scores += [(query * own.key[:, :, None]).sum(-1, keepdim=True) for own in past[1:]]
         weights = (torch.cat(scores, dim=-1).float() * scale).softmax(-1).to(first.value.dtype)
-        num_real = first.key.shape[2]
-        out = weights[..., :num_real] @ first.value[:, :, None]
-        for i, own in enumerate(past[1:], start=num_real):
-            out = out + weights[..., i : i + 1] * own.value[:, :, None]
+        # Taken apart at once: in the backward pass each slice would make a whole gradient.
+        of_real, *of_own = weights.split([first.key.shape[2], *[1] * len(past[1:])], dim=-1)
+        out = of_real @ first.value[:, :, None]
+        for weight, own in zip(of_own, past[1:], strict=True):
+            out = out + weight * own.value[:, :, None]
         merged: Tensor = self.o_proj(out.flatten(1, 2).transpose(1, 2).flatten(2))
         return merged
 

@@ -26,8 +26,8 @@ from specdec.train.prompts import Prompt, read_prompts
 from specdec.train.report import environment, plot_report, show_report, write_report
 from specdec.train.rows import PackedRows
 from specdec.train.settings import SHARD_DOCUMENTS, TrainSettings
-from specdec.train.tasks import Shelf
 from specdec.train.target import FrozenTarget, check_layers, default_layers, load_target
+from specdec.train.tasks import Shelf
 from specdec.train.template import ChatPieces, chat_pieces
 from specdec.train.vocab import count_vocab
 from specdec.train.writer import Writer, is_held_out

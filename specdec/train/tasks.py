@@ -16,6 +16,7 @@ from specdec.train.frames import (
     TRANSLATIONS,
     WRITINGS,
     fill,
+    long_words,
     topics_in,
     whole_sentences,
 )
@@ -111,7 +112,8 @@ class Tasks:
     def _fill(self, frames: tuple[str, ...], texts: list[str]) -> Prompt:
         topics: Sequence[str] = TOPICS
         if texts:
-            topics = topics_in(self.rng.choice(texts)) or TOPICS
+            text = self.rng.choice(texts)
+            topics = topics_in(text) or long_words(text) or TOPICS
         elif self.shelf.topics and self.rng.random() >= OUR_TOPICS:
             topics = self.shelf.topics
         return Prompt((fill(self.rng.choice(frames), self.rng, texts, topics),))

@@ -18,8 +18,10 @@ from specdec.train.template import ChatPieces
 # Every so many documents one is kept from training. Its answers are greedy: it is what acceptance
 # is measured on.
 HELD_OUT_EVERY = 50
-# Sampling temperatures of what is sampled of an answer.
-TEMPERATURES = (0.7, 1.0)
+# Sampling temperatures of user messages, and of what is sampled of an answer. At 1 a small model
+# often writes no sense, which is no text to summarise.
+USER_TEMPERATURES = (0.7, 1.0)
+TEMPERATURES = (0.5, 0.8)
 # A user message of the model's own is at least this long.
 MIN_USER_TOKENS = 3
 # A greedy answer is looked at every so many tokens: where it only repeats itself it ends.
@@ -173,7 +175,7 @@ class Writer:
             return None
         params = SamplingParams(
             max_new_tokens=length,
-            temperature=1.0,
+            temperature=plan.rng.choice(USER_TEMPERATURES),
             seed=self._seed(plan, 2 * turn),
             stop_token_ids=None if pieces.user_end is None else [pieces.user_end],
             min_tokens=min(MIN_USER_TOKENS, length),
