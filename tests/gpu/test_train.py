@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 from tiny import make_tiny
 
@@ -100,3 +101,45 @@ def test_the_command_learns_in_bfloat16(tmp_path, parallel):
     assert report["environment"]["device_type"] == "cuda"
     assert report["environment"]["peak_memory_bytes"] > 0
     assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_distilled_rows_in_bfloat16():
+    """The kernel rounds once, at the end: its error is at most twice that of plain PyTorch."""
+    from specdec.kernels.distill import distill_rows, distill_rows_reference
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    logits = (4 * torch.randn(333, 24576, generator=generator, device="cuda")).bfloat16()
+    wide = 4 * torch.randn(400, 24600, generator=generator, device="cuda")
+    target_logits = wide.bfloat16()[:, :24576]
+    rows = torch.randint(400, (333,), generator=generator, device="cuda")
+    exact, plain = logits.double(), logits.clone()
+    log_probs = exact.log_softmax(-1)
+    target = target_logits[rows].double().softmax(-1)
+    loss, grad = -(target * log_probs).sum(-1), log_probs.exp() - target
+    plain_loss, plain_hits = distill_rows_reference(plain, target_logits, rows)
+    found_loss, hits = distill_rows(logits, target_logits, rows)
+    assert torch.equal(hits, plain_hits)
+    assert (logits - grad).abs().max() <= 2 * (plain - grad).abs().max()
+    assert torch.allclose(found_loss.double(), loss, rtol=1e-5)
+    assert torch.allclose(plain_loss.double(), loss, rtol=1e-5)
+
+
+def test_states_are_kept_where_there_is_room(tmp_path):
+    from made import documents
+
+    from specdec.config import EngineConfig
+    from specdec.train.rows import PackedRows
+    from specdec.train.states import KeptStates, has_room
+    from specdec.train.target import FrozenTarget, load_target
+    from specdec.verifier.loading import read_config
+
+    folder = make_tiny(tmp_path, layers=4, **SHAPE)
+    model = load_target(str(folder), read_config(folder), EngineConfig(device="cuda"))
+    target = FrozenTarget(model, (0, 2, 3), 256)
+    assert has_room(2**20, torch.device("cuda")) and not has_room(2**50, torch.device("cuda"))
+    rows = PackedRows(documents([100, 90, 128], 256), 128, "cuda")
+    kept = KeptStates(target)
+    first = kept(rows.batch([0, 1, 2]))
+    again = kept(rows.batch([2, 0]))
+    for one, other in zip(first.tensors, again.tensors, strict=True):
+        assert torch.equal(one[[2, 0]], other)
