@@ -13,9 +13,17 @@ from typing import Any
 import pytest
 import torch
 from attention_batch import NO_BLOCK
-from attention_cases import Case, assert_a_graph_follows, attend, keys_of_rows, positions
+from attention_cases import (
+    Case,
+    assert_a_graph_follows,
+    attend,
+    keys_of_rows,
+    metadata_of,
+    positions,
+)
 from torch import Tensor
 
+from specdec.verifier.attention.base import AttentionMetadata
 from specdec.verifier.attention.flash_attn import FlashAttnBackend
 from specdec.verifier.attention.flashinfer import FlashInferBackend
 from specdec.verifier.graph import GraphPool
@@ -72,6 +80,7 @@ def fake_flash_attn() -> ModuleType:
         window_size: tuple[int, int],
         softcap: float,
         block_table: Tensor,
+        uniform: bool = False,
     ) -> Tensor:
         assert causal and k.shape[1] % 256 == 0 and cu_seqlens_k.dtype == torch.int32
         assert max_seqlen_k >= int(cu_seqlens_k.diff().max())
@@ -79,6 +88,8 @@ def fake_flash_attn() -> ModuleType:
         out = torch.full_like(q, 7.0)
         for request, length in enumerate(cu_seqlens_k.diff().tolist()):
             start, end = cu_seqlens_q[request : request + 2].tolist()
+            # Without keys the package writes past its sums.
+            assert length or start == end or uniform
             pages = block_table[request, : -(-length // k.shape[1])]
             keys, values = paged(k, pages, length), paged(v, pages, length)
             options = (softmax_scale, window_size, softcap)
@@ -124,6 +135,7 @@ def fake_flash_attn() -> ModuleType:
             window_size=(left, right),
             softcap=softcap,
             block_table=block_table,
+            uniform=True,
         )
         return out.view(q.shape)
 
@@ -266,6 +278,33 @@ def test_layers_with_and_without_a_window_share_the_page_lists(monkeypatch) -> N
     for each in (batch, windowed, batch, windowed):
         assert_exact(backend, each)
     assert len(backend._pages) == 1
+
+
+def test_requests_of_padding_have_rows_and_no_keys(backend) -> None:
+    """As in the batches that an engine warms up with; more rows than the table has positions."""
+    batch = Case(query_len=0, dtype="fp32", block_size=256).batch(256, "cpu")
+    rows = 600
+    metadata = AttentionMetadata(
+        query_start_loc=torch.tensor([0, rows, rows], dtype=torch.int32),
+        context_lens=torch.zeros(2, dtype=torch.int32),
+        seq_lens=torch.zeros(2, dtype=torch.int32),
+        block_table=torch.zeros(2, 1, dtype=torch.int32),
+        slot_mapping=torch.full((rows,), -1),
+        max_query_len=rows,
+        uniform=False,
+    )
+    query = batch.query[:1].expand(rows, -1, -1).contiguous()
+    out = backend.forward(query, batch.key_cache, batch.value_cache, metadata, batch.scale)
+    assert not out.any()
+
+
+def test_target_and_draft_read_one_batch(backend) -> None:
+    """Each with a backend of its own, which is what the draft's reading of a prompt does."""
+    batch = Case(query_len=0, dtype="fp32", block_size=256).batch(256, "cpu")
+    metadata = metadata_of(batch)
+    arguments = (batch.query, batch.key_cache, batch.value_cache, metadata, batch.scale)
+    first = backend.forward(*arguments)
+    assert torch.equal(type(backend)().forward(*arguments), first)
 
 
 def test_an_old_flashinfer_is_refused(monkeypatch) -> None:

@@ -194,8 +194,8 @@ def test_a_memory_limit_is_kept(pair):
     with gpu_engine(pair, max_num_seqs=64) as engine:
         rows = engine.graph_table()
     total = sum(row.num_bytes for row in rows)
-    with gpu_engine(pair, max_num_seqs=64, graph_memory_limit=total * 3 // 4) as engine:
-        assert sum(row.num_bytes for row in engine.graph_table()) <= total * 3 // 4
+    with gpu_engine(pair, max_num_seqs=64, graph_memory_limit=total * 9 // 10) as engine:
+        assert sum(row.num_bytes for row in engine.graph_table()) <= total * 9 // 10
         engine.generate([PROMPTS[0]] * 64, greedy(8))
         assert engine.recent_steps(1)[0].mode == "FULL"
     with pytest.raises(ValueError, match="graph_memory_limit"):

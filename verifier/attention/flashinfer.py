@@ -86,7 +86,6 @@ class FlashInferBackend:
         self._workspace: Tensor | None = None
         self._pages: dict[tuple, _Pages] = {}
         self._wrappers: dict[tuple, Any] = {}
-        self._eager: Any = None
 
     def unsupported(self, needs: AttentionNeeds) -> str | None:
         if needs.device.type != "cuda":
@@ -191,24 +190,25 @@ class FlashInferBackend:
         self, metadata: AttentionMetadata, rows: AlignedRows, shape: dict, device: torch.device
     ) -> Any:
         """The wrapper of batches that are no graph's, planned for this one."""
-        options = tuple(shape.values())
-        if metadata.prepared.get(self.name) != options:
+        # Target and draft, each with a backend of its own, may read one batch.
+        planned = f"{self.name} {tuple(shape.values())}"
+        if planned not in metadata.prepared:
             num_reqs, width = metadata.block_table.shape
             num_rows = metadata.slot_mapping.shape[0]
             workspace = self._float_workspace(num_reqs, num_rows, shape, device)
-            self._eager = self._wrapper_class(workspace, "NHD", backend="fa2")
+            wrapper = self._wrapper_class(workspace, "NHD", backend="fa2")
             pages = _Pages.empty(num_reqs, width, device)
             pages.fill(rows, metadata.block_table, shape["page_size"])
             starts = pages.starts.cpu()
-            self._eager.plan(
+            wrapper.plan(
                 metadata.query_start_loc.cpu(),
                 starts,
                 pages.ids[: int(starts[-1])],
                 pages.last_sizes.cpu(),
                 **shape,
             )
-            metadata.prepared[self.name] = options
-        return self._eager
+            metadata.prepared[planned] = wrapper
+        return metadata.prepared[planned]
 
     def _float_workspace(
         self, num_reqs: int, num_rows: int, shape: dict, device: torch.device
