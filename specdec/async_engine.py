@@ -14,6 +14,7 @@ from typing import Any, Self
 import torch
 
 from specdec.engine import Engine
+from specdec.errors import EngineDeadError, EngineOverloadedError
 from specdec.intake import Prompt
 from specdec.outputs import Generation, StreamEvent
 from specdec.params import SamplingParams
@@ -25,14 +26,6 @@ logger = logging.getLogger(__name__)
 MAX_FAILED_STEPS = 3
 # A format that takes longer is refused. What has begun to compile goes on in its thread.
 COMPILE_SECONDS = 20.0
-
-
-class EngineOverloadedError(RuntimeError):
-    """As many requests wait as the front takes; try again later."""
-
-
-class EngineDeadError(RuntimeError):
-    """The engine's loop failed; the cause is chained. No request can be served any more."""
 
 
 @dataclass(eq=False, slots=True)

@@ -6,8 +6,6 @@ from typing import Any
 
 from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from specdec import __version__
@@ -18,6 +16,7 @@ from specdec.server.gate import Gate
 from specdec.server.metrics import Metrics
 from specdec.server.settings import ServerSettings
 from specdec.server.stats import Snapshot, as_json, take_snapshot
+from specdec.server.tell import tell_errors
 from specdec.server.texts import TextService
 
 
@@ -25,9 +24,8 @@ def create_app(front: ServingEngine, settings: ServerSettings) -> FastAPI:
     """An application over a running engine, which stays the caller's to close."""
     app = FastAPI(title="specdec", docs_url=None, redoc_url=None, openapi_url=None)
     metrics = Metrics()
-    app.add_middleware(Gate, api_key=settings.api_key, metrics=metrics)
-    for kind in (ApiError, HTTPException):
-        app.add_exception_handler(kind, _tell)
+    app.add_middleware(Gate, api_key=settings.api_key, requests=metrics.requests)
+    tell_errors(app)
     texts = TextService(front, settings, metrics)
     adapters = AdapterService(front, settings)
     about = AboutService(front, settings, metrics)
@@ -112,13 +110,3 @@ class AboutService:
             "parent": None if name == base else base,
             "max_model_len": self._front.engine.max_model_len,
         }
-
-
-async def _tell(request: Request, error: Exception) -> Response:
-    """Every answer but 200 has OpenAI's form."""
-    if isinstance(error, HTTPException):
-        message = f"{request.method} {request.url.path}: {error.detail}"
-        headers = dict(error.headers) if error.headers else None
-        error = ApiError(error.status_code, message, headers=headers)
-    assert isinstance(error, ApiError)
-    return error.response()

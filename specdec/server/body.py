@@ -17,14 +17,18 @@ _REQUIRED: Any = object()
 
 async def read_object(request: Request, *, max_bytes: int, timeout: float) -> dict[str, Any]:
     """The JSON object in a request's body. Raises ApiError with 400, 408 or 413."""
+    return parse_object(await read_body(request, max_bytes=max_bytes, timeout=timeout))
+
+
+async def read_body(request: Request, *, max_bytes: int, timeout: float) -> bytes:
+    """A request's body. Raises ApiError with 400, 408 or 413."""
     try:
         async with asyncio.timeout(timeout):
-            raw = await _read(request, max_bytes)
+            return await _read(request, max_bytes)
     except TimeoutError as error:
         raise ApiError(408, f"the body had not come after {timeout:g} s") from error
     except ClientDisconnect as error:
         raise bad_request("the client left in the middle of the body") from error
-    return parse_object(raw)
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:

@@ -1,14 +1,21 @@
 """The server as a command: ``specdec serve``."""
 
 import sys
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from specdec.options import json_object
 
-INSTALL = 'pip install "fastapi>=0.115" "uvicorn>=0.30" "prometheus-client>=0.20"'
+if TYPE_CHECKING:
+    import socket
+
+    from specdec.server.settings import ServerSettings
+
+INSTALL = 'pip install "fastapi>=0.115" "uvicorn>=0.30" "prometheus-client>=0.20" "httpx>=0.27"'
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
 
 
@@ -83,6 +90,10 @@ def serve(
         float,
         typer.Option(help="Seconds that requests have to end in after SIGTERM.", min=0, max=86400),
     ] = 30.0,
+    replicas: Annotated[
+        int,
+        typer.Option(help="Engines behind the address, each a process on a GPU of its own.", min=1),
+    ] = 1,
     dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     cudagraph_mode: Annotated[
@@ -131,12 +142,12 @@ def serve(
 ) -> None:
     """Serve a model and its adapters over HTTP, with OpenAI's interface."""
     try:
-        from specdec.server.run import bind, is_loopback, url_of
-        from specdec.server.run import serve as run_server
+        from specdec.server.listen import bind, is_loopback, url_of
+
+        for package in ("fastapi", "prometheus_client", *(["httpx"] if replicas > 1 else [])):
+            import_module(package)
     except ImportError as error:
         raise ValueError(f"specdec serve needs packages: {INSTALL} ({error})") from error
-    from specdec.engine import Engine
-    from specdec.graph_report import start_up_line
     from specdec.server.settings import ServerSettings
 
     settings = ServerSettings(
@@ -174,16 +185,56 @@ def serve(
         "gpu_memory_utilization": gpu_memory_utilization,
     }
     fields |= further_options(engine_options, fields)
+    chosen = None if draft.lower() == "none" else draft
     bound = bind(host, port)
     if not is_loopback(bound) and api_key is None:
         _say(f"warning: whoever reaches {url_of(bound)} may use it; --api-key asks for a key")
-    engine = Engine(model, None if draft.lower() == "none" else draft, width, **fields)
+    if replicas > 1:
+        _serve_replicas(replicas, model, chosen, width, fields, settings, bound, drain_timeout)
+        return
+    from specdec.engine import Engine
+    from specdec.graph_report import start_up_line
+    from specdec.server.run import serve as run_server
+
+    engine = Engine(model, chosen, width, **fields)
 
     def on_ready() -> None:
         graphs = start_up_line(engine.graph_table(), engine.capture_seconds)
         print(f"specdec serves {settings.model_name} on {url_of(bound)} ({graphs})", flush=True)
 
     run_server(engine, settings, bound, drain_timeout=drain_timeout, on_ready=on_ready)
+
+
+def _serve_replicas(
+    num_replicas: int,
+    model: str | None,
+    draft: str | None,
+    k: int | str,
+    fields: dict[str, Any],
+    settings: "ServerSettings",
+    bound: "socket.socket",
+    drain_timeout: float,
+) -> None:
+    from specdec.replicas.plan import ServePlan
+    from specdec.replicas.run import serve_replicas
+    from specdec.server.listen import url_of
+
+    def on_ready(graphs: list[str]) -> None:
+        where = f"{url_of(bound)} from {num_replicas} replicas"
+        print(f"specdec serves {settings.model_name} on {where} ({graphs[0]})", flush=True)
+
+    # The front asks for the key; the replicas' sockets are reached by it alone.
+    plan = ServePlan(
+        model=model, draft=draft, k=k, fields=fields, settings=replace(settings, api_key=None)
+    )
+    serve_replicas(
+        plan,
+        settings,
+        bound,
+        num_replicas=num_replicas,
+        drain_timeout=drain_timeout,
+        on_ready=on_ready,
+    )
 
 
 def draft_width(text: str) -> int | str:

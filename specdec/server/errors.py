@@ -6,8 +6,10 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-from specdec.async_engine import EngineDeadError, EngineOverloadedError
+from specdec.errors import EngineDeadError, EngineOverloadedError
 
+# The status, in logs and metrics alone, of a request that its client left before its answer.
+CLIENT_GONE = 499
 MAX_MESSAGE = 1000  # characters of an error's text: it may quote what a client has sent
 _TYPES = {
     401: "authentication_error",

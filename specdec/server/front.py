@@ -5,8 +5,9 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specdec.async_engine import AsyncEngine, EngineOverloadedError
+from specdec.async_engine import AsyncEngine
 from specdec.engine import Engine
+from specdec.errors import EngineOverloadedError
 from specdec.intake import Prompt
 from specdec.outputs import StreamEvent
 from specdec.params import SamplingParams
@@ -163,6 +164,9 @@ class ServingEngine(AsyncEngine):
         """End every text where it stands; its reader is told. To be called in its thread."""
         for text in self.running():
             self.engine.abort(text.id)
+
+    async def end_all(self) -> None:
+        await self.call(self.abort_all)
 
     def _add(
         self, caller: Any, prompt: Prompt, params: SamplingParams | None, lora: str | None

@@ -5,11 +5,11 @@ import binascii
 import logging
 import secrets
 
+from prometheus_client import Counter
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specdec.server.errors import ApiError
-from specdec.server.metrics import CLIENT_GONE, Metrics
+from specdec.server.errors import CLIENT_GONE, ApiError
 
 _log = logging.getLogger(__name__)
 OPEN_ROUTES = ("/health",)
@@ -19,10 +19,11 @@ STATUS_PAGE = "/"
 class Gate:
     """Refuses requests without the key, and those that another site's page made a browser send."""
 
-    def __init__(self, app: ASGIApp, *, api_key: str | None, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, *, api_key: str | None, requests: Counter) -> None:
+        """``requests``: counts answers, by route and status."""
         self._app = app
         self._api_key = api_key.encode() if api_key is not None else None
-        self._metrics = metrics
+        self._requests = requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -51,7 +52,7 @@ class Gate:
             await ApiError(500, "internal server error").response()(scope, receive, counted)
         finally:
             route = getattr(scope.get("route"), "path", "other")
-            self._metrics.requests.labels(route, str(status)).inc()
+            self._requests.labels(route, str(status)).inc()
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)

@@ -13,8 +13,6 @@ from specdec.server.stats import Snapshot, TokenRate
 _FIRST_TOKEN = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
 _PER_TOKEN = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
 _WHOLE = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 600)
-# The label of a request that its client left before it was answered.
-CLIENT_GONE = 499
 
 
 class Metrics:

@@ -14,10 +14,16 @@ from specdec.intake import Prompt
 from specdec.params import SamplingParams
 from specdec.server.answers import Answer, ChatAnswer, CompletionAnswer
 from specdec.server.body import read_object
-from specdec.server.errors import ApiError, ModelNotFoundError, as_api_error, ended_in_error
+from specdec.server.errors import (
+    CLIENT_GONE,
+    ApiError,
+    ModelNotFoundError,
+    as_api_error,
+    ended_in_error,
+)
 from specdec.server.front import Job, Piece, ServingEngine
 from specdec.server.logprobs import TokenTexts
-from specdec.server.metrics import CLIENT_GONE, JobTimer, Metrics
+from specdec.server.metrics import JobTimer, Metrics
 from specdec.server.openai_types import FIELDS, TextRequest, parse_chat, parse_completion
 from specdec.server.settings import ServerSettings
 from specdec.server.sse import DONE, ClientGoneError, EventStream, event, while_connected

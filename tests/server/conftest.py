@@ -14,8 +14,9 @@ from adapters import write_adapter
 from harness import cpu_engine, greedy
 from tiny import make_tiny
 
+from specdec.server.app import create_app
 from specdec.server.front import ServingEngine
-from specdec.server.run import Server, bind, create_app, url_of
+from specdec.server.listen import Server, bind, url_of
 from specdec.server.settings import ServerSettings
 
 CHAT_TEMPLATE = (

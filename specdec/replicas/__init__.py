@@ -1,0 +1,1 @@
+"""Several engines behind one address: processes of their own, or deployed on Ray."""
