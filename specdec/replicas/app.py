@@ -73,17 +73,18 @@ class WorkerReplies:
             )
             try:
                 response = await worker.http.send(request, stream=True)
-            except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-                raise ReplicaLostError(worker, repr(error), was_sent=False) from error
             except httpx.TransportError as error:
-                raise ReplicaLostError(worker, repr(error), was_sent=True) from error
+                await self._fleet.note_loss(replica, worker)
+                was_sent = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+                raise ReplicaLostError(repr(error), was_sent=was_sent) from error
 
             async def chunks() -> AsyncIterator[bytes]:
                 try:
                     async for chunk in response.aiter_raw():
                         yield chunk
                 except (httpx.TransportError, httpx.StreamError) as error:
-                    raise ReplicaLostError(worker, repr(error), was_sent=True) from error
+                    await self._fleet.note_loss(replica, worker)
+                    raise ReplicaLostError(repr(error), was_sent=True) from error
 
             try:
                 yield Reply(

@@ -6,7 +6,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Container, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -17,7 +17,7 @@ import httpx
 
 from specdec.replicas.plan import ServePlan
 from specdec.replicas.routing import Router, RoutingKey
-from specdec.replicas.worker_process import COMMAND, StartError, WorkerProcess
+from specdec.replicas.worker_process import StartError, WorkerProcess
 from specdec.server.errors import ApiError
 
 _log = logging.getLogger(__name__)
@@ -28,6 +28,12 @@ class State(StrEnum):
     READY = "ready"
     DRAINING = "draining"
     DOWN = "down"
+
+
+# In other states its end is wanted, or known.
+_RUNNING = (State.READY, State.DRAINING)
+# From a connection's end to its process's, where that has ended.
+_LOSS_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +107,7 @@ class Fleet:
         *,
         router: "Router[int] | None" = None,
         timing: Timing | None = None,
-        command: Sequence[str] = COMMAND,
+        command: Sequence[str] | None = None,
     ) -> None:
         self.replicas = [Replica(i, environ) for i, environ in enumerate(environs)]
         self.router: Router[int] = router if router is not None else Router()
@@ -185,6 +191,13 @@ class Fleet:
         finally:
             self._num_waiting -= 1
 
+    async def note_loss(self, replica: Replica, worker: WorkerProcess) -> None:
+        """A connection has broken. Returns when it is known whether the process has ended."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(worker.wait(), _LOSS_SECONDS)
+            if replica.worker is worker and replica.state in _RUNNING:
+                self._set(replica, State.DOWN)
+
     @contextmanager
     def held(self, replica: Replica, num_texts: int) -> Iterator[None]:
         """Counts a request as long as the replica has it."""
@@ -260,6 +273,8 @@ class Fleet:
                 await self._watch(replica, replica.worker)
                 self.router.forget(replica.number)
                 replica.worker = None
+            if self.is_ending:
+                return
             if replica.state is not State.STARTING:
                 if time.monotonic() - began > self.timing.healthy_after:
                     pause = self.timing.first_pause
@@ -285,10 +300,10 @@ class Fleet:
         try:
             if self.catch_up is not None:
                 await self.catch_up(worker)
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, StartError) as error:
             await worker.kill()
             replica.worker = None
-            raise StartError(f"replica {replica.number}: {error!r}") from error
+            raise StartError(f"replica {replica.number}: {error}") from error
         self._set(replica, State.READY)
 
     async def _watch(self, replica: Replica, worker: WorkerProcess) -> None:
@@ -300,15 +315,22 @@ class Fleet:
             probes.cancel()
             await asyncio.gather(probes, return_exceptions=True)
         await worker.kill()
-        if replica.state in (State.READY, State.DRAINING):
-            _log.error("replica %d: its process ended with code %d", replica.number, code)
+        if replica.state in _RUNNING:
             self._set(replica, State.DOWN)
+        _log.log(
+            logging.ERROR if code else logging.INFO,
+            "replica %d: its process ended with code %d",
+            replica.number,
+            code,
+        )
 
     async def _probe(self, replica: Replica, worker: WorkerProcess) -> None:
         """Kill a process that does not answer, or whose engine has failed."""
         missed = 0
         while missed < self.timing.max_probes:
             await asyncio.sleep(self.timing.probe_every)
+            if replica.state not in _RUNNING:
+                return
             try:
                 answer = await worker.http.get("/health", timeout=self.timing.probe_timeout)
             except httpx.HTTPError:

@@ -21,8 +21,10 @@ from specdec.server.errors import CLIENT_GONE, ApiError, as_api_error
 from specdec.server.sse import ClientGoneError, EventStream, event, while_connected
 
 _log = logging.getLogger(__name__)
-# A request that was in as many replicas when they were lost may be what loses them.
+# A request that was in a replica as often when that was lost may be what loses them.
 MAX_LOST = 2
+# Of those that were not even reached.
+MAX_TRIES = 8
 # The replica's own time limit comes first; this one is for a replica that has stopped.
 _GRACE_SECONDS = 10.0
 # What a replica says that takes no more requests, or none now.
@@ -34,10 +36,9 @@ _END = b"\n\n"
 class ReplicaLostError(Exception):
     """A replica went before its answer was whole."""
 
-    def __init__(self, replica: Hashable, why: str, *, was_sent: bool) -> None:
+    def __init__(self, why: str, *, was_sent: bool) -> None:
         """``was_sent``: the request had reached it."""
         super().__init__(why)
-        self.replica = replica
         self.was_sent = was_sent
 
 
@@ -50,7 +51,13 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reply:
-    """A replica's answer. ``chunks`` raises ReplicaLostError; ``headers`` has lower-case names."""
+    """A replica's answer.
+
+    Attributes:
+        replica: what ``without`` knows it by.
+        headers: lower-case names.
+        chunks: raises ReplicaLostError.
+    """
 
     replica: Hashable
     status: int
@@ -107,7 +114,7 @@ class Forwarder:
 
     async def _answer(self, call: Call, deadline: float) -> Response:
         without: set[Hashable] = set()
-        num_lost = 0
+        num_lost = num_tries = 0
         refusal: Response | None = None
         while True:
             async with AsyncExitStack() as stack:
@@ -117,10 +124,11 @@ class Forwarder:
                         return refusal or _lost("no other replica is ready").response()
                     start = await _start_of(reply)
                 except ReplicaLostError as error:
-                    without.add(error.replica)
+                    # It may be asked again, if it has only closed an idle connection.
                     num_lost += error.was_sent
+                    num_tries += 1
                     self._count("lost")
-                    if num_lost >= MAX_LOST:
+                    if num_lost >= MAX_LOST or num_tries >= MAX_TRIES:
                         return _lost(str(error)).response()
                     continue
                 if start.is_refusal:

@@ -9,7 +9,7 @@ SGLang's cache-aware router (Zheng et al., arXiv 2312.07104) with a table where 
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from typing import Any, Generic, TypeVar
 
 Name = TypeVar("Name", bound=Hashable)
@@ -86,7 +86,8 @@ class Router(Generic[Name]):
         self._capacity = capacity
         self._holders: OrderedDict[int, set[Name]] = OrderedDict()
         self._adapters: dict[Name, OrderedDict[str, None]] = {}
-        self._num_chosen: dict[Name, int] = {}
+        self._clock = count(1)
+        self._chosen_at: dict[Name, int] = {}
 
     def choose(self, key: RoutingKey, loads: Mapping[Name, int]) -> Name:
         """One of ``loads``, which holds the texts in each replica; it is noted.
@@ -99,8 +100,8 @@ class Router(Generic[Name]):
 
         def worth(name: Name) -> tuple[bool, int, int, int]:
             has_adapter = key.model in self._adapters.get(name, ())
-            # Among equals the one that was chosen least often: idle replicas take turns.
-            return has_adapter, matched.get(name, 0), -loads[name], -self._num_chosen.get(name, 0)
+            # Among equals the one that has waited longest: idle replicas take turns.
+            return has_adapter, matched.get(name, 0), -loads[name], -self._chosen_at.get(name, 0)
 
         allowed = [name for name, load in loads.items() if load == least or load < least + slack]
         chosen = max(allowed, key=worth)
@@ -110,7 +111,7 @@ class Router(Generic[Name]):
     def forget(self, name: Name) -> None:
         """A replica has gone, or starts anew with empty caches."""
         self._adapters.pop(name, None)
-        self._num_chosen.pop(name, None)
+        self._chosen_at.pop(name, None)
         for block, holders in list(self._holders.items()):
             holders.discard(name)
             if not holders:
@@ -134,7 +135,7 @@ class Router(Generic[Name]):
         return matched
 
     def _note(self, key: RoutingKey, name: Name) -> None:
-        self._num_chosen[name] = self._num_chosen.get(name, 0) + 1
+        self._chosen_at[name] = next(self._clock)
         if key.model is not None:
             slots = self._adapters.setdefault(name, OrderedDict())
             slots[key.model] = None

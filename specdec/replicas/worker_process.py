@@ -50,9 +50,13 @@ class WorkerProcess:
         plan: ServePlan,
         socket: Path,
         environ: Mapping[str, str],
-        command: Sequence[str] = COMMAND,
+        command: Sequence[str] | None = None,
     ) -> "WorkerProcess":
-        """A process that has said that it is ready. Raises StartError, and leaves no process."""
+        """A process that has said that it is ready. Raises StartError, and leaves no process.
+
+        ``command`` speaks as ``specdec.replicas.worker`` does, which is the default.
+        """
+        command = command if command is not None else COMMAND
         socket.unlink(missing_ok=True)
         pipe = asyncio.subprocess.PIPE
         # A session of its own: Control-C is for the front, which ends it in order.
