@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Hashable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ConfigDict, field_validator
 from ray import serve
 from ray.exceptions import RayError
-from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
@@ -35,8 +35,9 @@ from specdec.server.gate import Gate
 from specdec.server.settings import ServerSettings
 from specdec.server.tell import tell_errors
 
+_ENGINES = "engine"
 _ASK_SECONDS = 10.0
-# Longer than Ray's own default, since the texts that run are waited for.
+# Beyond the requests' own time limit, for a replica that is replaced.
 _GRACE_SECONDS = 30.0
 
 
@@ -86,63 +87,60 @@ class Options(BaseModel):
 
 def app(args: Options) -> serve.Application:
     """The application that ``serve run`` deploys. Raises ValueError naming the option."""
+    key = args.api_key if args.api_key is not None else os.environ.get("SPECDEC_API_KEY")
     settings = ServerSettings(
         model_name=args.served_model_name or args.model or DEFAULT_NAME,
+        api_key=key,
         max_waiting=args.max_waiting,
         max_body=args.max_body,
         timeout=args.timeout,
     )
     if settings.model_name in args.lora:
         raise ValueError(f"lora: {settings.model_name!r} is what the base model is called")
+    application: serve.Application = _front(args, settings).bind(_engines(args, settings))
+    return application
+
+
+def _engines(args: Options, settings: ServerSettings) -> serve.Application:
     plan = ServePlan(
         model=args.model,
         draft=None if args.draft.lower() == "none" else args.draft,
         k=draft_width(args.k),
         fields={"device": args.device, **args.engine},
-        settings=settings,
+        # The front asks for the key; nobody else reaches the engines.
+        settings=replace(settings, api_key=None),
     )
-    # The front bounds what it lets in by texts; Ray's own bound, in requests, is not to be met.
-    bounds = {
-        "max_ongoing_requests": args.max_waiting + 1,
-        "graceful_shutdown_timeout_s": args.timeout + _GRACE_SECONDS,
-    }
-    router = RequestRouterConfig(
-        request_router_class="specdec.ray_serve:AffinityRouter",
-        request_router_kwargs={"max_adapters": args.engine.get("max_loras") or 8},
-    )
-    engines = serve.deployment(
-        EngineReplica,
-        name="engine",
+    num_gpus = 0 if args.device == "cpu" else 1
+    deployment = serve.deployment(
+        name=_ENGINES,
         num_replicas=args.replicas,
-        ray_actor_options={
-            "num_cpus": args.num_cpus,
-            "num_gpus": 0 if args.device == "cpu" else 1,
+        ray_actor_options={"num_cpus": args.num_cpus, "num_gpus": num_gpus},
+        request_router_config={
+            "request_router_class": "specdec.ray_serve:AffinityRouter",
+            "request_router_kwargs": {"max_adapters": args.engine.get("max_loras") or 8},
         },
-        request_router_config=router,
+        # Not among the arguments of the class: where only this is another one, Ray keeps the
+        # processes and tells them.
         user_config={"lora": args.lora},
-        **bounds,
-    ).bind(plan)
-    key = args.api_key if args.api_key is not None else os.environ.get("SPECDEC_API_KEY")
-    front_settings = ServerSettings(
-        model_name=settings.model_name,
-        api_key=key,
-        max_waiting=args.max_waiting,
-        max_body=args.max_body,
-        timeout=args.timeout,
+        # An engine bounds the texts that it holds and says so; Ray's bound is not to be met first.
+        max_ongoing_requests=args.max_waiting + 1,
+        graceful_shutdown_timeout_s=args.timeout + _GRACE_SECONDS,
     )
+    return deployment(EngineReplica).bind(plan)
 
+
+def _front(args: Options, settings: ServerSettings) -> serve.Deployment:
     def build() -> FastAPI:
         name = serve.get_replica_context().app_name
-        return create_ray_front(serve.get_deployment_handle("engine", name), front_settings)
+        return create_ray_front(serve.get_deployment_handle(_ENGINES, name), settings)
 
-    front = serve.deployment(
-        serve.ingress(build)(),
+    deployment = serve.deployment(
         name="front",
         ray_actor_options={"num_cpus": 0},
-        **bounds | {"max_ongoing_requests": args.replicas * args.max_waiting + 1},
+        max_ongoing_requests=args.replicas * args.max_waiting + 1,
+        graceful_shutdown_timeout_s=args.timeout + _GRACE_SECONDS,
     )
-    application: serve.Application = front.bind(engines)
-    return application
+    return deployment(serve.ingress(build)())
 
 
 class EngineReplica:
@@ -271,7 +269,9 @@ class RayReplies:
 
     @asynccontextmanager
     async def __call__(self, call: Call, without: set[Hashable]) -> AsyncIterator[Reply | None]:
-        parts = self._answer.remote(call.path, call.body, key=call.key, without=frozenset(without))
+        parts: Any = self._answer.remote(
+            call.path, call.body, key=call.key, without=frozenset(without)
+        )
         name: Hashable = None
 
         async def read() -> AsyncIterator[Any]:

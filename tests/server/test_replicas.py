@@ -4,11 +4,9 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,107 +14,28 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
+from replica_clients import COMPLETIONS, ServedReplicas
 
 from specdec.replicas.plan import ServePlan, environments, gpus_of_replicas
 from specdec.server.settings import ServerSettings
 
-COMPLETIONS = "/v1/completions"
+LONG = {"max_tokens": 90, "ignore_eos": True}
 PREFIX = (
     "What comes first is the same for all of them, and is longer than a block of the router's. "
 )
-
-
-def children(pid: int) -> list[int]:
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            after_name = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if after_name[1] == str(pid) and after_name[0] != "Z":
-            found.append(int(stat.parent.name))
-    return sorted(found)
-
-
-class Replicas:
-    """A front and two replicas, each in a process of its own."""
-
-    def __init__(self, model: str, *arguments: str) -> None:
-        command = [sys.executable, "-P", "-m", "specdec", "serve", model, "--replicas", "2"]
-        command += ["--port", "0", "--device", "cpu", "--max-num-seqs", "4", "--capture", "lazy"]
-        self.process = subprocess.Popen(
-            [*command, *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "SPECDEC_API_KEY": "key"},
-        )
-        assert self.process.stdout is not None
-        self.line = self.process.stdout.readline()
-        if not self.line:
-            raise AssertionError(self.process.communicate()[1])
-        self.url = next(word for word in self.line.split() if word.startswith("http://"))
-        headers = {"Authorization": "Bearer key"}
-        self.http = httpx.Client(base_url=self.url, timeout=60, headers=headers)
-
-    @property
-    def health(self) -> dict[str, Any]:
-        return self.http.get("/health").json()
-
-    def post(self, path: str, **body: Any) -> httpx.Response:
-        return self.http.post(path, json=body)
-
-    def text(self, prompt: str, max_tokens: int = 12, **body: Any) -> str:
-        """A greedy text."""
-        body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **body}
-        answer = self.post(COMPLETIONS, **body)
-        assert answer.status_code == 200, answer.text
-        return answer.json()["choices"][0]["text"]
-
-    def stream(self, prompt: str, max_tokens: int = 12, **body: Any) -> tuple[str, Any]:
-        """A greedy text as far as it came, and the stream's last event."""
-        body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **body}
-        text, last = "", None
-        with self.http.stream("POST", COMPLETIONS, json=body | {"stream": True}) as answer:
-            assert answer.status_code == 200
-            for line in answer.iter_lines():
-                if line:
-                    last = line.removeprefix("data: ")
-                    if '"choices"' in last:
-                        text += json.loads(last)["choices"][0]["text"]
-        return text, last
-
-    def metric(self, name: str, **labels: str) -> dict[str, float]:
-        """By replica."""
-        text = self.http.get("/metrics").text
-        values = {"0": 0.0, "1": 0.0}
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                if sample.name == name and labels.items() <= sample.labels.items():
-                    values[sample.labels["replica"]] += sample.value
-        return values
-
-    def wait_until(self, condition: Callable[[], Any], seconds: float = 60) -> None:
-        end = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < end, self.health
-            time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
 def served(tiny):
     paths = [f"--lora={name}={tiny.adapters / name}" for name in "ab"]
     options = ["--draft", "layer_skip:1", "--k", "3", "--lora-root", str(tiny.adapters)]
-    replicas = Replicas(tiny.model, *options, *paths, "--served-model-name", "tiny")
+    options += ["--device", "cpu", "--max-num-seqs", "4", "--capture", "lazy"]
+    replicas = ServedReplicas(tiny.model, *options, *paths, "--served-model-name", "tiny")
     yield replicas
-    replicas.http.close()
-    if replicas.process.poll() is None:
-        replicas.process.kill()
-        replicas.process.communicate()
+    replicas.kill()
 
 
-def test_texts_are_those_of_one_engine(served: Replicas, expected) -> None:
+def test_texts_are_those_of_one_engine(served: ServedReplicas, expected) -> None:
     assert "from 2 replicas" in served.line
     for number in range(2):
         prompt = f"prompt {number}"
@@ -139,59 +58,48 @@ def test_texts_are_those_of_one_engine(served: Replicas, expected) -> None:
     assert text == chats[0].choices[0].message.content
 
 
-def test_the_front_asks_for_the_key_and_says_who_is_ready(served: Replicas) -> None:
+def test_the_front_asks_for_the_key_and_says_who_is_ready(served: ServedReplicas) -> None:
     assert httpx.get(f"{served.url}/v1/models").status_code == 401
     assert httpx.post(f"{served.url}/v1/restart_replicas").status_code == 401
     health = httpx.get(f"{served.url}/health").json()
     assert health["status"] == "ok" and [r["state"] for r in health["replicas"]] == ["ready"] * 2
     models = served.http.get("/v1/models").json()["data"]
     assert [model["id"] for model in models] == ["tiny", "a", "b"]
-    assert served.post(COMPLETIONS, prompt="x", model="none").status_code == 404
-    assert "max_tokens" in served.post(COMPLETIONS, prompt="x", max_tokens=0).text
+    assert served.post(prompt="x", model="none").status_code == 404
+    assert "max_tokens" in served.post(prompt="x", max_tokens=0).text
 
 
-def test_adapters_and_prefixes_stay_where_they_are(served: Replicas) -> None:
-    def gained(model: str, ask: Callable[[int], Any]) -> list[float]:
-        before = served.metric("specdec_generated_tokens_total", model=model)
-        for number in range(6):
-            ask(number)
-        after = served.metric("specdec_generated_tokens_total", model=model)
-        return sorted(after[key] - before[key] for key in after)
-
+def test_adapters_and_prefixes_stay_where_they_are(served: ServedReplicas) -> None:
     for name in "ab":
-        gains = gained(name, lambda number, name=name: served.text(f"{number}", model=name))
+        gains = served.gained(name, lambda number, name=name: served.text(f"{number}", model=name))
         assert gains[0] == 0 and gains[1] > 0
-    gains = gained("base", lambda number: served.text(f"{PREFIX}{number}"))
+    gains = served.gained("base", lambda number: served.text(f"{PREFIX}{number}"))
     assert gains[0] == 0 and gains[1] > 0
     # Without either they are shared.
-    assert gained("base", lambda number: served.text(f"{number}"))[0] > 0
+    assert served.gained("base", lambda number: served.text(f"{number}"))[0] > 0
 
 
-def test_a_client_that_leaves_aborts_its_request(served: Replicas) -> None:
-    def num_aborted() -> float:
-        return sum(served.metric("specdec_aborted_total", reason="disconnect").values())
-
-    before = num_aborted()
+def test_a_client_that_leaves_aborts_its_request(served: ServedReplicas) -> None:
+    before = served.num_aborted
     body = {"prompt": "x", "max_tokens": 450, "ignore_eos": True, "stream": True, "n": 2}
     with served.http.stream("POST", COMPLETIONS, json=body) as answer:
         next(answer.iter_lines())
     with pytest.raises(httpx.ReadTimeout):
         served.http.post(COMPLETIONS, json=body | {"stream": False}, timeout=0.3)
-    served.wait_until(lambda: num_aborted() == before + 2)
+    served.wait_until(lambda: served.num_aborted == before + 2)
     served.wait_until(lambda: not any(served.metric("specdec_texts_running").values()))
     assert [replica["texts"] for replica in served.health["replicas"]] == [0, 0]
 
 
 def test_a_killed_replica_loses_no_request_that_had_not_begun(served, tiny, expected) -> None:
     """Half of them stream; what has begun to stream says that it was lost, or ends as it should."""
-    assert served.post("/v1/load_lora_adapter", lora_name="new", lora_path="b").status_code == 200
-    wanted = {i: expected(f"kill {i}", 90, ignore_eos=True).text for i in range(8)}
-    victim = children(served.process.pid)[0]
+    new = {"lora_name": "new", "lora_path": "b"}
+    assert served.http.post("/v1/load_lora_adapter", json=new).status_code == 200
+    wanted = {i: expected(f"kill {i}", **LONG).text for i in range(8)}
+    victim = served.workers[0]
     with ThreadPoolExecutor(8) as pool:
-        whole = [pool.submit(served.text, f"kill {i}", 90, ignore_eos=True) for i in range(4)]
-        streams = [
-            pool.submit(served.stream, f"kill {i}", 90, ignore_eos=True) for i in range(4, 8)
-        ]
+        whole = [pool.submit(served.text, f"kill {i}", **LONG) for i in range(4)]
+        streams = [pool.submit(served.stream, f"kill {i}", **LONG) for i in range(4, 8)]
         served.wait_until(lambda: all(r["texts"] >= 3 for r in served.health["replicas"]))
         os.kill(victim, signal.SIGKILL)
         assert [each.result() for each in whole] == [wanted[i] for i in range(4)]
@@ -210,10 +118,10 @@ def test_a_killed_replica_loses_no_request_that_had_not_begun(served, tiny, expe
     assert served.text("x", model="new") == expected("x", 12, lora="b").text
 
 
-def test_a_rolling_restart_under_load_loses_no_request(served: Replicas, expected) -> None:
+def test_a_rolling_restart_under_load_loses_no_request(served: ServedReplicas, expected) -> None:
     """Both processes are replaced while four clients ask, two of them for streams."""
     wanted = {i: expected(f"roll {i}", 30, lora=[None, "a"][i % 2]).text for i in range(4)}
-    before = set(children(served.process.pid))
+    before = set(served.workers)
     is_over = threading.Event()
     counts = [0] * 4
 
@@ -223,9 +131,9 @@ def test_a_rolling_restart_under_load_loses_no_request(served: Replicas, expecte
             # The two cores of a small machine start the new processes meanwhile.
             time.sleep(0.05)
             if number < 2:
-                assert served.text(f"roll {number}", 30, model=model) == wanted[number]
+                assert served.text(f"roll {number}", max_tokens=30, model=model) == wanted[number]
             else:
-                got = served.stream(f"roll {number}", 30, model=model)
+                got = served.stream(f"roll {number}", max_tokens=30, model=model)
                 assert got == (wanted[number], "[DONE]")
             counts[number] += 1
 
@@ -241,13 +149,13 @@ def test_a_rolling_restart_under_load_loses_no_request(served: Replicas, expecte
             client.result()
     assert min(counts) > 1, counts
     assert served.health["status"] == "ok"
-    after = set(children(served.process.pid))
+    after = set(served.workers)
     assert len(after) == 2 and not after & before
 
 
-def test_sigterm_lets_requests_end_and_leaves_nothing(served: Replicas) -> None:
+def test_sigterm_lets_requests_end_and_leaves_nothing(served: ServedReplicas) -> None:
     """The last test: it ends the processes."""
-    workers = children(served.process.pid)
+    workers = served.workers
     folders = [Path(f"/proc/{pid}/cmdline").read_text().split("\0")[-2] for pid in workers]
     body = {"prompt": "x", "max_tokens": 300, "ignore_eos": True, "stream": True}
     with served.http.stream("POST", COMPLETIONS, json=body) as answer:
