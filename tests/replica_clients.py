@@ -4,8 +4,10 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,57 @@ class ReplicaClient:
     def num_aborted(self) -> float:
         """Requests that ended because their clients had left."""
         return sum(self.metric("specdec_aborted_total", reason="disconnect").values())
+
+    def ask_during(
+        self, action: Callable[[], Any], wanted: dict[tuple[str, str], str], **body: Any
+    ) -> int:
+        """Ask for texts over and over while ``action`` runs, and at least once after it.
+
+        For each prompt and model of ``wanted`` one client asks for whole texts and one for streams.
+        All must be as wanted, but for streams whose last event says that their replica was lost:
+        how many.
+        """
+        is_over = threading.Event()
+
+        def whole(prompt: str, model: str) -> int:
+            assert self.text(prompt, model=model, **body) == wanted[prompt, model]
+            return 0
+
+        def stream(prompt: str, model: str) -> int:
+            text, last = self.stream(prompt, model=model, **body)
+            if last == "[DONE]":
+                assert text == wanted[prompt, model]
+                return 0
+            assert json.loads(last)["error"]["code"] == "replica_lost"
+            # Half a character may have been shown as what it is.
+            assert wanted[prompt, model].startswith(text.rstrip("�"))
+            return 1
+
+        def ask(one: Callable[[str, str], int], prompt: str, model: str) -> int:
+            num_lost, num_asked, is_last = 0, 0, False
+            while not is_last or num_asked < 2:
+                is_last = is_over.is_set()
+                num_lost += one(prompt, model)
+                num_asked += 1
+                # Two cores start the new processes meanwhile.
+                time.sleep(0.02)
+            return num_lost
+
+        with ThreadPoolExecutor(2 * len(wanted)) as pool:
+            clients = [pool.submit(ask, one, *key) for key in wanted for one in (whole, stream)]
+            try:
+                action()
+            finally:
+                is_over.set()
+            return sum(client.result() for client in clients)
+
+    def retried(self, reason: str) -> float:
+        """Requests for which another replica was asked."""
+        text = self.http.get("/metrics").text
+        families = text_string_to_metric_families(text)
+        samples = [sample for family in families for sample in family.samples]
+        name = "specdec_front_retried_total"
+        return sum(s.value for s in samples if s.name == name and s.labels["reason"] == reason)
 
     def wait_until(self, condition: Callable[[], Any], seconds: float = 90) -> None:
         end = time.monotonic() + seconds
