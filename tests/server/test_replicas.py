@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -195,3 +196,17 @@ def test_a_plan_survives_its_way_to_a_process(tmp_path: Path) -> None:
     )
     assert "\n" not in plan.to_json()
     assert ServePlan.from_json(plan.to_json()) == plan
+
+
+def test_the_front_imports_no_engine_and_the_server_no_ray() -> None:
+    """A front's start and memory are not those of one replica more."""
+    script = """
+import sys
+import specdec.cli, specdec.replicas.run
+print(sorted({"torch", "numpy", "ray"} & set(sys.modules)))
+import specdec.server.run
+print(sorted({"ray"} & set(sys.modules)))
+"""
+    command = [sys.executable, "-P", "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["[]", "[]"]
