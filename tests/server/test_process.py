@@ -1,5 +1,6 @@
 """``specdec serve`` as a process: its ready line, its end, and its refusals."""
 
+import asyncio
 import json
 import os
 import signal
@@ -9,6 +10,8 @@ import sys
 
 import httpx
 import pytest
+
+from specdec.server.listen import bind
 
 ENGINE = ["--draft", "none", "--max-model-len", "512", "--max-num-seqs", "2", "--device", "cpu"]
 LONG = {"prompt": "x", "max_tokens": 500, "ignore_eos": True, "stream": True}
@@ -128,3 +131,24 @@ def test_a_port_in_use_is_told_before_the_model_is_loaded(tiny, capsys, monkeypa
         with pytest.raises(SystemExit) as caught:
             main()
     assert caught.value.code == 2 and port in capsys.readouterr().err
+
+
+def test_small_answers_are_sent_at_once() -> None:
+    """asyncio switches Nagle's algorithm off on accepted sockets of this protocol alone."""
+
+    async def no_delay() -> int:
+        found: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            option = (socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            found.set_result(writer.get_extra_info("socket").getsockopt(*option))
+            writer.close()
+
+        bound = bind("127.0.0.1", 0)
+        async with await asyncio.start_server(serve, sock=bound):
+            _, writer = await asyncio.open_connection(*bound.getsockname())
+            result = await found
+            writer.close()
+        return result
+
+    assert asyncio.run(no_delay()) != 0
