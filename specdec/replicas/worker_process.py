@@ -70,7 +70,11 @@ class WorkerProcess:
         try:
             assert process.stdin is not None and process.stdout is not None
             process.stdin.write(plan.to_json().encode() + b"\n")
-            said = json.loads(await process.stdout.readline() or b"{}")
+            line = await process.stdout.readline()
+            try:
+                said = json.loads(line or b"{}")
+            except ValueError as error:
+                raise StartError(f"its process said {line[:200]!r}") from error
             if "ready" not in said:
                 code = await worker.wait()
                 raise StartError(said.get("error", f"its process ended with code {code}"))
