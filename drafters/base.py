@@ -44,6 +44,8 @@ class Drafter:
             after this many layers.
         uses_adapters: rows with an adapter are drafted with it, so that what drafts has LoRA graphs
             of its own; otherwise drafts come from the base model for every row.
+        is_recurrent: what drafts keeps a state per request, of which a text that begins alike has no
+            copy.
         sources: what drafts are counted by: of two drafters the names of both, else none.
     """
 
@@ -55,6 +57,7 @@ class Drafter:
     lookahead: int = 0
     feature_layers: tuple[int, ...] = ()
     uses_adapters: bool = False
+    is_recurrent: bool = False
     sources: tuple[str, ...] = ()
 
     def propose(self, state: RowState, k: int) -> Draft | Tensor | tuple[Tensor, Tensor | None]:
@@ -105,6 +108,14 @@ class Drafter:
     def bytes_per_block(self, block_size: int) -> int:
         """Bytes of the drafter's own KV for one block of the target's."""
         return 0
+
+    def state_bytes(self, max_num_seqs: int, draft_width: int) -> int:
+        """Bytes of the drafter's own recurrent states."""
+        return 0
+
+    def state_tensors(self) -> list[Tensor]:
+        """The drafter's own recurrent states: what its passes both read and write."""
+        return []
 
     def attach(self, state: DecodeState, num_blocks: int, draft_width: int) -> None:
         """Allocate what depends on the engine. Called once, before anything else.

@@ -40,6 +40,7 @@ class CombinedDrafter(Drafter):
         self.lookahead = second.lookahead
         self.feature_layers = second.feature_layers
         self.uses_adapters = second.uses_adapters
+        self.is_recurrent = second.is_recurrent
 
     def propose(self, state: RowState, k: int) -> Draft:
         given = self.first.propose(state, k)
@@ -75,6 +76,12 @@ class CombinedDrafter(Drafter):
 
     def bytes_per_block(self, block_size: int) -> int:
         return self.second.bytes_per_block(block_size)
+
+    def state_bytes(self, max_num_seqs: int, draft_width: int) -> int:
+        return self.second.state_bytes(max_num_seqs, draft_width)
+
+    def state_tensors(self) -> list[Tensor]:
+        return self.second.state_tensors()
 
     def attach(self, state: DecodeState, num_blocks: int, draft_width: int) -> None:
         self.first.attach(state, num_blocks, draft_width)

@@ -10,6 +10,7 @@ from specdec.verifier.attention.base import AttentionMetadata
 from specdec.verifier.batch import PrefillBatch
 from specdec.verifier.kv_cache import KVCache
 from specdec.verifier.models.base import LanguageModel
+from specdec.verifier.models.support import model_state_bytes
 from specdec.verifier.passes import advance_draft_len, draft_pass
 from specdec.verifier.sampling import draft_tokens
 from specdec.verifier.state import DecodeState, RowState
@@ -51,7 +52,8 @@ class DraftModelDrafter(Drafter):
 
     Its KV cache mirrors the target's block ids in memory of its own. How much of a row's KV is
     valid is data (``DecodeState.draft_len``), so a rejected draft, a step without drafting or a
-    text that outgrew the draft's context costs acceptance at most, never text. Rows with an adapter
+    text that outgrew the draft's context costs acceptance at most, never text. The states of a
+    hybrid take in no token that may be rejected, and stay where its valid KV ends. Rows with an adapter
     are drafted by the base model, or with ``uses_adapters`` by an adapter of the draft's own, which
     lies in the slot of the same number.
     """
@@ -66,13 +68,27 @@ class DraftModelDrafter(Drafter):
         self.model = model
         self.vocab_size = vocab_size
         self.max_model_len = model.config.max_position_embeddings
+        self.is_recurrent = model.config.num_recurrent_layers > 0
         self.kv_cache: KVCache | None = None
 
     def bytes_per_block(self, block_size: int) -> int:
         return self.model.kv_bytes_per_block(block_size)
 
+    def state_bytes(self, max_num_seqs: int, draft_width: int) -> int:
+        return model_state_bytes(self.model, max_num_seqs, 1 + draft_width)
+
+    def state_tensors(self) -> list[Tensor]:
+        assert self.kv_cache is not None
+        return [] if self.kv_cache.recurrent is None else self.kv_cache.recurrent.tensors
+
     def attach(self, state: DecodeState, num_blocks: int, draft_width: int) -> None:
-        self.kv_cache = self.model.make_kv_cache(num_blocks, state.block_size)
+        # From the first of two committed tokens on, what a step feeds may be fed anew.
+        self.kv_cache = self.model.make_kv_cache(
+            num_blocks,
+            state.block_size,
+            max_num_seqs=state.max_num_seqs,
+            run_length=1 + draft_width,
+        )
 
     def propose(self, state: RowState, k: int) -> Draft:
         return self._propose(state, k, None)

@@ -58,7 +58,7 @@ def open_mtp(model: object, target: ModelConfig) -> MtpCheckpoint:
     folder = resolve_model(model, weights=True) if isinstance(model, str | Path) else None
     if folder is None or not folder.is_dir():
         raise ValueError("draft='mtp' needs a target that is a folder of safetensors files")
-    for what in ("latent", "sliding_window", "attention_soft_cap", "local_rope"):
+    for what in ("latent", "mamba", "sliding_window", "attention_soft_cap", "local_rope"):
         if getattr(target, what) is not None or target.family.is_gemma:
             raise ValueError(
                 f"draft='mtp': modules of {target.architecture} with {what} are not supported"

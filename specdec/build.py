@@ -39,6 +39,7 @@ from specdec.verifier.kv_cache import BlockPool
 from specdec.verifier.loading import check_weights, with_features
 from specdec.verifier.models.config import ModelConfig
 from specdec.verifier.models.llama import CausalLM
+from specdec.verifier.models.support import check_compilation, graph_support
 from specdec.verifier.state import DecodeState
 
 logger = logging.getLogger(__name__)
@@ -77,6 +78,7 @@ def build(
     check_device("model", model, device)
     check_device("draft", draft, device)
     target_source = read_source(model, config)
+    check_compilation(target_source.config, config.compilation.is_compiled)
     if draft == "auto":
         draft = auto_draft(target_source.config, target_source.tokenizer)
     lookup, draft = split_names(draft)
@@ -95,7 +97,8 @@ def build(
             f"exact=True: attention backend {backend.name!r} is not batch-invariant on {device}"
         )
     query_lens: Sequence[int] = [1 + k for k in limits.allowed_k]
-    supports, draft_backend, own = [backend.cg_support], backend, config
+    supports = [graph_support(target_source.config, backend)]
+    draft_backend, own = backend, config
     if draft_source is not None:
         # A draft keeps its own dtype on a GPU: cast to the target's it may overflow.
         own = replace(config, dtype="auto") if device.type == "cuda" else config
@@ -103,8 +106,10 @@ def build(
             # It reads the target's hidden states as they are.
             own = replace(config, dtype=str(dtype_of(config, target_source, device))[6:])
         draft_backend = _choose_backend(own, draft_source, limits, device).backend
-        supports.append(draft_backend.cg_support)
-    mode, query_lens, downgrade = resolve_mode(config, min(supports), query_lens)
+        supports.append(graph_support(draft_source.config, draft_backend))
+    mode, query_lens, downgrade = resolve_mode(
+        config, target_source.config, min(supports), query_lens
+    )
 
     lora = read_adapters(config.lora, target_source.config, config.max_lora_rank)
     draft_lora = read_draft_lora(config, draft_source)
@@ -129,7 +134,13 @@ def build(
             draft_model = drafter.model
         adapters = make_table(config, target, lora.values(), draft_model, draft_lora.values())
     num_blocks = kv_blocks(
-        config, target, drafter, limits.max_model_len, limits.max_num_seqs, limits.block_size
+        config,
+        target,
+        drafter,
+        limits.max_model_len,
+        limits.max_num_seqs,
+        limits.block_size,
+        limits.max_k,
     )
     state = DecodeState(
         max_num_seqs=limits.max_num_seqs,
@@ -138,7 +149,12 @@ def build(
         vocab_size=limits.vocab_size,
         device=device,
     )
-    kv_cache = target.make_kv_cache(num_blocks, limits.block_size)
+    kv_cache = target.make_kv_cache(
+        num_blocks,
+        limits.block_size,
+        max_num_seqs=limits.max_num_seqs,
+        run_length=1 + limits.max_k,
+    )
     if drafter is None and draft is not None:
         drafter = light_drafter(draft, target, kv_cache, config, limits.vocab_size)
     if lookup is not None:
@@ -146,6 +162,10 @@ def build(
         drafter = CombinedDrafter(make_lookup(lookup, config.suffix_history), drafter)
     if drafter is not None:
         drafter.attach(state, num_blocks, limits.max_k)
+    is_recurrent = target.config.num_recurrent_layers > 0
+    is_recurrent |= drafter is not None and drafter.is_recurrent
+    if is_recurrent and config.enable_prefix_caching:
+        logger.info("enable_prefix_caching: off, for recurrent states are not kept by block")
     rounds = make_rounds_choice(config, drafter, mode, device)
     dispatcher = make_dispatcher(config, state, mode, query_lens, downgrade, rounds.counts)
     flat = make_flat_model(config, target, kv_cache, state, dispatcher)
@@ -179,7 +199,7 @@ def build(
         pool=BlockPool(num_blocks),
         allowed_k=limits.allowed_k,
         draft_lag=drafter.kv_lag if drafter is not None else 0,
-        prefix_caching=config.enable_prefix_caching,
+        prefix_caching=config.enable_prefix_caching and not is_recurrent,
         lookahead=drafter.lookahead if drafter is not None else 0,
         graphed_tokens=dispatcher.largest_mixed,
     )

@@ -51,6 +51,7 @@ def flatten_chunks(
         max_query_len=max(chunk.end - chunk.start for chunk in chunks),
         uniform=False,
         adapter_slots=rows.adapter_slots[owner] if rows.adapter_slots is not None else None,
+        state_rows=rows.slots,
     )
     sampling = [number for number, chunk in enumerate(chunks) if chunk.samples]
     sampling_rows = None
@@ -87,6 +88,7 @@ def padding_prompts(state: DecodeState, num_reqs: int, num_tokens: int) -> Prefi
         slot_mapping=torch.full_like(tokens, PAD_SLOT_ID),
         max_query_len=num_tokens,
         uniform=False,
+        state_rows=rows.slots,
     )
     return PrefillBatch(
         rows=rows,

@@ -86,7 +86,7 @@ class Runner:
             park=self._park,
             memory_limit=memory_limit,
             debug=debug,
-            verify_state=[self.state.tokens, self.state.ints] if verify else None,
+            verify_state=step.changing_tensors if verify else None,
         )
         # A split step verifies on its own: captured on first use where steps are whole.
         self._verify = self._graphs.add_pass(

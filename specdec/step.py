@@ -69,6 +69,14 @@ class DecodeStep:
             (*shape, 1 + max_k, words), -1, dtype=torch.int32, device=state.device
         )
 
+    @property
+    def changing_tensors(self) -> list[Tensor]:
+        """What passes both read and write, so that a second run of one comes to something else."""
+        recurrent = self.kv_cache.recurrent
+        of_drafter = [] if self.drafter is None else self.drafter.state_tensors()
+        of_target = [] if recurrent is None else recurrent.tensors
+        return [self.state.tokens, self.state.ints, *of_target, *of_drafter]
+
     def decode(
         self, num_reqs: int, k: int, sampled: bool, has_lora: bool = False, rounds: int = 1
     ) -> PassResult:

@@ -10,6 +10,7 @@ value or a hidden state anywhere in the text is another.
 from pathlib import Path
 from typing import Any
 
+import tiny_families
 import torch
 from safetensors.torch import save_file
 from tiny import EMBEDDING, HEAD, _write_json, make_tiny, read_json, read_tensors, write_checkpoint
@@ -62,6 +63,7 @@ def make_head(
     remove fields and tensors.
     """
     theirs, weights = read_json(Path(target) / "config.json"), read_tensors(target)
+    *_, last_norm = tiny_families.NAMES.get(theirs["model_type"], tiny_families.LLAMA_NAMES)
     size, vocab = theirs["hidden_size"], theirs["vocab_size"]
     head_dim = theirs["head_dim"]
     heads, ffn = size // head_dim, 96
@@ -98,7 +100,7 @@ def make_head(
         LAYER + "mlp.gate_proj.weight": matrix(ffn, size, 0.1),
         LAYER + "mlp.up_proj.weight": matrix(ffn, size, 0.1),
         LAYER + "mlp.down_proj.weight": matrix(size, ffn, 0.02),
-        "norm.weight": weights["model.norm.weight"].clone(),
+        "norm.weight": weights[f"model.{last_norm}.weight"].clone(),
     }
     ids = list(range(vocab)) if draft_ids is None else draft_ids
     if own_embedding:

@@ -29,6 +29,9 @@ def cache_for(model: CausalLM, num_tokens: int) -> KVCache:
     """Enough blocks for ``num_tokens``, poisoned: a slot read before it is written gives NaN."""
     cache = model.make_kv_cache(-(-num_tokens // BLOCK_SIZE) + 1, BLOCK_SIZE)
     cache.data.fill_(torch.nan)
+    if cache.recurrent is not None:
+        for state in cache.recurrent.tensors:
+            state.fill_(torch.nan if state.is_floating_point() else 7)
     return cache
 
 
@@ -71,6 +74,7 @@ def _logits_of(
             max_query_len=length,
             uniform=True,
             adapter_slots=None if adapter_slots is None else adapter_slots[start : start + length],
+            state_rows=torch.zeros(1, dtype=torch.int64),
         )
         token_ids = torch.tensor(ids[start : start + length])
         hidden = model.forward(token_ids, positions, cache, metadata, num_layers=num_layers)

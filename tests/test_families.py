@@ -16,6 +16,7 @@ MODELS = {
     "mistral": {"sliding_window": 7},
     "gemma2": {"layers": 3},
     "gemma3_text": {"layers": 3},
+    "bamba": {"layers": 3},
 }
 ONE_RUNG = {"uniform_request_counts": [5]}
 NEW_TOKENS = 20

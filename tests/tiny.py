@@ -279,6 +279,7 @@ def _random_tensors(
         return mean + 0.1 * torch.randn(size, generator=generator)
 
     norm_mean = 0.0 if family in tiny_families.GEMMA else 1.0
+    mlp, mlp_norm, final_norm = tiny_families.NAMES.get(family, tiny_families.LLAMA_NAMES)
     hidden, ffn, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     q_size = config["num_attention_heads"] * head_dim
     kv_size = config["num_key_value_heads"] * head_dim
@@ -314,9 +315,13 @@ def _random_tensors(
         tensors[at + "input_layernorm.weight"] = vector(hidden, norm_mean)
         if "kv_lora_rank" in config:
             latent_attention(at)
-        else:
+        elif layer in config.get("attn_layer_indices", [layer]):
             attention(at)
-        tensors[at + "post_attention_layernorm.weight"] = vector(hidden, norm_mean)
+        else:
+            for name, mean, deviation, shape in tiny_families.mamba(config):
+                noise = torch.randn(shape, generator=generator)
+                tensors[f"{at}mamba.{name}"] = mean + (deviation or std) * noise
+        tensors[f"{at}{mlp_norm}.weight"] = vector(hidden, norm_mean)
         if family in tiny_families.GEMMA:
             for name in ("pre_feedforward_layernorm", "post_feedforward_layernorm"):
                 tensors[f"{at}{name}.weight"] = vector(hidden, norm_mean)
@@ -328,9 +333,9 @@ def _random_tensors(
                 tensors[f"{at}mlp.gate.e_score_correction_bias"] = bias
             continue
         for name in ("gate_proj", "up_proj"):
-            linear(at + "mlp." + name, ffn, hidden, config.get("mlp_bias", False))
-        linear(at + "mlp.down_proj", hidden, ffn, config.get("mlp_bias", False))
-    tensors["model.norm.weight"] = vector(hidden, norm_mean)
+            linear(f"{at}{mlp}.{name}", ffn, hidden, config.get("mlp_bias", False))
+        linear(f"{at}{mlp}.down_proj", hidden, ffn, config.get("mlp_bias", False))
+    tensors[f"model.{final_norm}.weight"] = vector(hidden, norm_mean)
     if not config["tie_word_embeddings"]:
         tensors[HEAD] = matrix(config["vocab_size"], hidden)
     return tensors

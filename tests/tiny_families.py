@@ -11,11 +11,15 @@ ARCHITECTURES = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "bamba": "BambaForCausalLM",
 }
 QK_NORM = ("qwen3", "qwen3_moe", "gemma3_text")
 # Norms multiply by one plus their weight, and stand behind attention and MLP too.
 GEMMA = ("gemma2", "gemma3_text")
 QKV_BIAS = ("qwen2", "qwen2_moe")
+# Of a layer's MLP, the norm before it, and the model's last norm.
+LLAMA_NAMES = ("mlp", "post_attention_layernorm", "norm")
+NAMES = {"bamba": ("feed_forward", "pre_ff_layernorm", "final_layernorm")}
 
 LATENT = {
     "kv_lora_rank": 24,
@@ -63,6 +67,15 @@ FIELDS: dict[str, dict[str, Any]] = {
         "sliding_window": 6,
         "sliding_window_pattern": 2,
         "rope_local_base_freq": 100.0,
+    },
+    "bamba": {
+        "attn_layer_indices": [1],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_d_state": 24,
+        "mamba_n_groups": 2,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
     },
 }
 
@@ -123,3 +136,25 @@ def latent_attention(config: dict[str, Any]) -> Iterator[Weight]:
     yield "kv_a_proj_with_mqa", latent + config["qk_rope_head_dim"], hidden
     yield "kv_b_proj", heads * (config["qk_nope_head_dim"] + config["v_head_dim"]), latent
     yield "o_proj", hidden, heads * config["v_head_dim"]
+
+
+def mamba(config: dict[str, Any]) -> Iterator[tuple[str, float, float, tuple[int, ...]]]:
+    """Tensors of a Mamba-2 layer: name, mean, deviation (0: that of a matrix) and shape.
+
+    Decays of a third of a token's and less, so that a text's beginning still counts at its end.
+    """
+    hidden, heads = config["hidden_size"], config["mamba_n_heads"]
+    inner = heads * config["mamba_d_head"]
+    channels = inner + 2 * config["mamba_n_groups"] * config["mamba_d_state"]
+    yield "in_proj.weight", 0.0, 0.0, (inner + channels + heads, hidden)
+    yield "conv1d.weight", 0.0, 0.5, (channels, 1, config["mamba_d_conv"])
+    if config.get("mamba_conv_bias", True):
+        yield "conv1d.bias", 0.0, 0.1, (channels,)
+    yield "A_log", -2.0, 0.5, (heads,)
+    yield "D", 1.0, 0.1, (heads,)
+    yield "dt_bias", -1.0, 0.5, (heads,)
+    yield "norm.weight", 1.0, 0.1, (inner,)
+    yield "out_proj.weight", 0.0, 0.0, (hidden, inner)
+    if config.get("mamba_proj_bias", False):
+        yield "in_proj.bias", 0.0, 0.1, (inner + channels + heads,)
+        yield "out_proj.bias", 0.0, 0.1, (hidden,)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from specdec.verifier import gguf_gemma
-from specdec.verifier.models.config import FAMILIES, ModelConfig, UnsupportedModelError
+from specdec.verifier.models.config import ModelConfig, UnsupportedModelError
+from specdec.verifier.models.families import FAMILIES
 from specdec.verifier.models.rope import RopeConfig, yarn_mscale
 
 ARCHITECTURES = {

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from specdec.verifier.recurrent import RecurrentStates
+
 
 class KVCache:
     """Keys and values of all layers, in blocks of ``block_size`` positions.
@@ -27,9 +29,14 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device | str,
         latent_size: int | None = None,
+        recurrent: RecurrentStates | None = None,
     ) -> None:
-        """``latent_size``: leading features of a key that are its value; keys and values are then
-        the same memory."""
+        """
+        latent_size: leading features of a key that are its value; keys and values are then the same
+            memory.
+        recurrent: states of the layers without keys and values.
+        """
+        self.recurrent = recurrent
         self.latent_size = latent_size
         self.num_blocks = num_blocks
         self.block_size = block_size

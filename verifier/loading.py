@@ -179,7 +179,7 @@ def random_weights(
     )
     generator = torch.Generator(device=model.device).manual_seed(seed)
     for name, slot in model.weight_slots().items():
-        if slot.dim() == 2:
+        if slot.dim() >= 2:
             slot.normal_(std=std, generator=generator)
         else:
             slot.fill_(0.0 if name.endswith("bias") else 1.0)

@@ -3,7 +3,7 @@
 Shape letters: R requests of the batch, Q query length, k drafts.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -97,6 +97,8 @@ def draft_pass(
 ) -> DraftPass:
     """Feed ``ids`` [R, Q] int64, or committed tokens for None, from ``offset`` past the text's end.
 
+    Behind given ``ids`` stand other drafts, so a recurrent state must be able to go back.
+
     Args:
         min_drafts: a row that takes fewer drafts in this step feeds nothing.
         needs_kv: a row is ready only if its draft KV (``draft_len``) lacks ``kv_lag`` tokens at
@@ -106,6 +108,7 @@ def draft_pass(
         max_len: positions at or past it read as its last one.
         id_shift: committed tokens are taken from this far behind the positions they are fed at.
     """
+    is_tentative = ids is not None
     if rows.slots.is_cuda:
         from specdec.kernels import pass_triton
 
@@ -126,7 +129,7 @@ def draft_pass(
         return DraftPass(
             input_ids=made.input_ids,
             positions=made.positions,
-            metadata=_metadata(rows, made, query_len),
+            metadata=_metadata(rows, made, query_len, tentative=is_tentative),
             ready=made.rows[3],
         )
     ready = _ready(rows, max_len, kv_lag) if needs_kv else rows.active
@@ -139,7 +142,7 @@ def draft_pass(
     return DraftPass(
         input_ids=ids.flatten().clamp_max(vocab_size - 1),
         positions=positions.clamp_max(max_len - 1),
-        metadata=metadata,
+        metadata=replace(metadata, tentative=is_tentative),
         ready=ready.long(),
     )
 
@@ -228,7 +231,9 @@ def _ready(rows: RowState, max_len: int, kv_lag: int) -> Tensor:
     return rows.active & current & (rows.seq_lens + rows.max_drafts <= max_len)
 
 
-def _metadata(rows: RowState, made: "PassTensors", query_len: int) -> AttentionMetadata:
+def _metadata(
+    rows: RowState, made: "PassTensors", query_len: int, tentative: bool = False
+) -> AttentionMetadata:
     """Hands the values that the kernel read to ``rows`` too, so that nothing reads them anew."""
     rows.remember(made.block_table, *made.rows[:3])
     return AttentionMetadata(
@@ -240,4 +245,6 @@ def _metadata(rows: RowState, made: "PassTensors", query_len: int) -> AttentionM
         max_query_len=query_len,
         uniform=True,
         adapter_slots=made.adapter_slots,
+        state_rows=rows.slots,
+        tentative=tentative,
     )

@@ -295,6 +295,7 @@ class RowState:
             max_query_len=query_len,
             uniform=True,
             adapter_slots=_repeated(self.adapter_slots, query_len),
+            state_rows=self.slots,
         )
         return positions.clamp_min(0).flatten(), metadata
 

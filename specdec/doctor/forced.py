@@ -78,6 +78,7 @@ def forced_pass(
             slot_mapping=positions,
             max_query_len=end - start,
             uniform=False,
+            state_rows=torch.zeros(1, dtype=torch.int64, device=device),
         )
         given = model.forward(text[start:end], positions, cache, metadata, num_layers=num_layers)
         # A model that serves a head gives further states behind its own.

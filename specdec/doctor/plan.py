@@ -15,7 +15,7 @@ from specdec.config import EngineConfig
 from specdec.doctor.subject import Subject
 from specdec.drafters.adaptive import widths_up_to
 from specdec.drafters.draft_model import DraftModelDrafter
-from specdec.graph_setup import MAX_MIXED_TOKENS_OFF_GPU
+from specdec.graph_setup import MAX_MIXED_TOKENS_OFF_GPU, has_pieces
 from specdec.kv_blocks import GPU_RESERVED_BYTES, kv_blocks
 from specdec.sources import Source, dtype_of
 from specdec.verifier.attention.base import AttentionBackend
@@ -26,6 +26,7 @@ from specdec.verifier.hub import resolve_model
 from specdec.verifier.models.base import LanguageModel
 from specdec.verifier.models.llama import CausalLM
 from specdec.verifier.models.registry import model_class
+from specdec.verifier.models.support import graph_support, model_state_bytes
 from specdec.verifier.modes import (
     CUDAGraphMode,
     downgrade_reasons,
@@ -83,7 +84,7 @@ def make_plan(subject: Subject, config: EngineConfig, k: int | str) -> Plan:
     dtype = dtype_of(config, target, device)
     attention = _attention(config, target, dtype, block_size)
     model = _sizes(target, dtype, attention.backend)
-    supports = [attention.backend.cg_support]
+    supports = [graph_support(target.config, attention.backend)]
     draft_dtype = draft_attention = draft_model = None
     if draft is not None:
         # A draft keeps its own dtype on a GPU.
@@ -91,15 +92,15 @@ def make_plan(subject: Subject, config: EngineConfig, k: int | str) -> Plan:
         draft_dtype = dtype_of(own, draft, device)
         draft_attention = _attention(own, draft, draft_dtype, block_size)
         draft_model = _sizes(draft, draft_dtype, draft_attention.backend)
-        supports.append(draft_attention.backend.cg_support)
+        supports.append(graph_support(draft.config, draft_attention.backend))
     elif subject.head is not None:
         # It reads the target's hidden states, in the target's dtype.
         supports.append(_attention(config, subject.head, dtype, block_size).backend.cg_support)
 
     asked = config.graph_mode
     support, query_lens = min(supports), [1 + each for each in allowed_k]
-    has_pieces = config.compilation.no_piecewise is None and config.model_impl == "specdec"
-    mode, full_lens = resolve_uniform_query_lens(asked, support, query_lens, has_pieces)
+    pieces = has_pieces(config, target.config)
+    mode, full_lens = resolve_uniform_query_lens(asked, support, query_lens, pieces)
     max_num_seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS[device.type]
     max_model_len = config.max_model_len or target.config.max_position_embeddings
     vocab_size = target.config.vocab_size
@@ -107,7 +108,14 @@ def make_plan(subject: Subject, config: EngineConfig, k: int | str) -> Plan:
         vocab_size = min(vocab_size, target.tokenizer.vocab_size)
     weights, draft_weights = _num_bytes(model), _num_bytes(draft_model)
     num_blocks, block_bytes, free = _memory(
-        config, model, draft_model, vocab_size, max_model_len, max_num_seqs, block_size
+        config,
+        model,
+        draft_model,
+        vocab_size,
+        max_model_len,
+        max_num_seqs,
+        block_size,
+        max(allowed_k),
     )
     return Plan(
         device=device,
@@ -117,7 +125,7 @@ def make_plan(subject: Subject, config: EngineConfig, k: int | str) -> Plan:
         draft_attention=draft_attention,
         asked_mode=asked,
         mode=mode,
-        downgrades=tuple(downgrade_reasons(asked, support, query_lens, has_pieces)),
+        downgrades=tuple(downgrade_reasons(asked, support, query_lens, pieces)),
         allowed_k=allowed_k,
         full_k=tuple(each - 1 for each in full_lens),
         dispatcher=_dispatcher(config, mode, full_lens or query_lens, max_num_seqs),
@@ -199,6 +207,7 @@ def _memory(
     max_model_len: int,
     max_num_seqs: int,
     block_size: int,
+    max_k: int,
 ) -> tuple[int | None, int, int | None]:
     """Blocks of the pool (None: there is no room), bytes of one, and what the GPU has free."""
     drafter = None
@@ -207,7 +216,7 @@ def _memory(
         drafter = DraftModelDrafter(draft_model, vocab_size=vocab_size)
         block_bytes += drafter.bytes_per_block(block_size)
     if config.torch_device.type != "cuda":
-        sizes = (max_model_len, max_num_seqs, block_size)
+        sizes = (max_model_len, max_num_seqs, block_size, max_k)
         return kv_blocks(config, model, drafter, *sizes), block_bytes, None
     free, total = torch.cuda.mem_get_info(config.torch_device)
     if config.num_kv_blocks is not None:
@@ -215,7 +224,10 @@ def _memory(
     # The weights are not there yet.
     budget = free - _num_bytes(model) - _num_bytes(draft_model) - GPU_RESERVED_BYTES
     budget -= int((1 - config.gpu_memory_utilization) * total)
-    blocks = min(budget // block_bytes, -(-max_model_len // block_size) * max_num_seqs)
+    budget -= model_state_bytes(model, max_num_seqs, 1 + max_k)
+    if drafter is not None:
+        budget -= drafter.state_bytes(max_num_seqs, max_k)
+    blocks = min(budget // max(block_bytes, 1), -(-max_model_len // block_size) * max_num_seqs)
     return (blocks if blocks > 0 else None), block_bytes, free
 
 

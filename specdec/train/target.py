@@ -137,7 +137,7 @@ def load_target(model: str | None, config: ModelConfig, engine_config: EngineCon
 
     Raises UnsupportedModelError naming what the training's own attention and losses do not have.
     """
-    for name in ("sliding_window", "attention_soft_cap", "logit_soft_cap", "latent"):
+    for name in ("sliding_window", "attention_soft_cap", "logit_soft_cap", "latent", "mamba"):
         if getattr(config, name) is not None:
             raise UnsupportedModelError(
                 f"train-draft: a target with a {name} ({config.architecture}) is not supported"

@@ -37,6 +37,10 @@ class AttentionMetadata:
     # [T] int64: adapter slot of each token row, -1 for none; None where no row has one. The linear
     # layers read it, attention does not.
     adapter_slots: Tensor | None = None
+    # [R] int64: row of each request's recurrent state; None where no layer has one. A tentative
+    # batch stands behind tokens that may be rejected yet, so no state takes them in.
+    state_rows: Tensor | None = None
+    tentative: bool = False
     # What a backend works out once for all layers of a pass, under its own name.
     prepared: dict[str, Any] = field(default_factory=dict, compare=False)
 
@@ -61,6 +65,9 @@ def concatenate(first: AttentionMetadata, second: AttentionMetadata) -> Attentio
     if first.adapter_slots is not None and second.adapter_slots is not None:
         adapter_slots = torch.cat([first.adapter_slots, second.adapter_slots])
     assert (first.adapter_slots is None) == (second.adapter_slots is None)
+    state_rows = None
+    if first.state_rows is not None and second.state_rows is not None:
+        state_rows = torch.cat([first.state_rows, second.state_rows])
     return AttentionMetadata(
         query_start_loc=torch.cat([first.query_start_loc, second.query_start_loc[1:] + offset]),
         context_lens=torch.cat([first.context_lens, second.context_lens]),
@@ -70,6 +77,7 @@ def concatenate(first: AttentionMetadata, second: AttentionMetadata) -> Attentio
         max_query_len=max(first.max_query_len, second.max_query_len),
         uniform=False,
         adapter_slots=adapter_slots,
+        state_rows=state_rows,
     )
 
 

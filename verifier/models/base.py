@@ -50,5 +50,11 @@ class LanguageModel(Protocol):
     def kv_bytes_per_block(self, block_size: int) -> int:
         """Bytes of all layers' keys and values for one block."""
 
-    def make_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        """A cache of this model's shape and dtype, beside its weights."""
+    def make_kv_cache(
+        self, num_blocks: int, block_size: int, *, max_num_seqs: int = 1, run_length: int = 1
+    ) -> KVCache:
+        """A cache of this model's shape and dtype, beside its weights.
+
+        max_num_seqs: rows of recurrent states, where layers have them.
+        run_length: tokens at the end of a text that may be taken back: 1 + k.
+        """

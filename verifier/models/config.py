@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from specdec.verifier.models.families import FAMILIES, Family
 from specdec.verifier.models.fields import (
     UnsupportedModelError,
     boolean,
@@ -23,59 +24,21 @@ from specdec.verifier.models.latent_config import (
     parse_deepseek_moe,
     parse_latent,
 )
+from specdec.verifier.models.mamba_config import (
+    MambaConfig,
+    mamba_json,
+    parse_half_rope,
+    parse_mamba,
+)
 from specdec.verifier.models.moe_config import MoeConfig, moe_json, parse_moe
 from specdec.verifier.models.rope import RopeConfig, parse_rope, rope_json
 from specdec.verifier.models.windows import parse_windows, windows_json
+from specdec.verifier.modes import AttentionCGSupport
 
 DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
-}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Family:
-    """How an architecture differs from Llama's, beyond what its config.json says."""
-
-    model_type: str
-    qkv_bias: bool | None = None  # None: as the field attention_bias says
-    qk_norm: bool = False
-    default_head_size: int | None = None  # None: hidden_size / num_attention_heads
-    has_experts: bool = False
-    has_latents: bool = False  # multi-head latent attention
-    activation: str = "silu"  # of the gate: silu, or gelu_tanh
-    # Gemma's: norms of 1 + weight, norms on what attention and MLP give, embeddings times the
-    # root of their size, tied by default.
-    is_gemma: bool = False
-    brings_code: bool = False  # its files come with code for what is known here; it is not run
-
-
-FAMILIES = {
-    "LlamaForCausalLM": Family(model_type="llama"),
-    "MistralForCausalLM": Family(model_type="mistral", qkv_bias=False),
-    "Qwen2ForCausalLM": Family(model_type="qwen2", qkv_bias=True),
-    "MiMoForCausalLM": Family(model_type="mimo", qkv_bias=True, brings_code=True),
-    "Qwen3ForCausalLM": Family(model_type="qwen3", qk_norm=True, default_head_size=128),
-    "MixtralForCausalLM": Family(model_type="mixtral", qkv_bias=False, has_experts=True),
-    "Qwen2MoeForCausalLM": Family(model_type="qwen2_moe", has_experts=True),
-    "Qwen3MoeForCausalLM": Family(model_type="qwen3_moe", qk_norm=True, has_experts=True),
-    "DeepseekV2ForCausalLM": Family(
-        model_type="deepseek_v2", has_experts=True, has_latents=True, brings_code=True
-    ),
-    "DeepseekV3ForCausalLM": Family(
-        model_type="deepseek_v3", has_experts=True, has_latents=True, brings_code=True
-    ),
-    "Gemma2ForCausalLM": Family(
-        model_type="gemma2", default_head_size=256, activation="gelu_tanh", is_gemma=True
-    ),
-    "Gemma3ForCausalLM": Family(
-        model_type="gemma3_text",
-        qk_norm=True,
-        default_head_size=256,
-        activation="gelu_tanh",
-        is_gemma=True,
-    ),
 }
 
 
@@ -102,6 +65,7 @@ class ModelConfig:
     qk_norm: bool = False
     moe: MoeConfig | None = None
     latent: LatentConfig | None = None
+    mamba: MambaConfig | None = None
     attention_scale: float | None = None  # of the scores; None: 1 / sqrt(head_size)
     attention_soft_cap: float | None = None  # bounds the scores
     logit_soft_cap: float | None = None
@@ -132,6 +96,29 @@ class ModelConfig:
     @property
     def family(self) -> Family:
         return FAMILIES[self.architecture]
+
+    def is_recurrent(self, layer: int) -> bool:
+        """A layer has a recurrent state instead of keys and values."""
+        return self.mamba is not None and layer not in self.mamba.attention_layers
+
+    def cache_index(self, layer: int) -> int:
+        """Where a layer's keys and values lie, or its state: its number among those of its kind."""
+        kind = self.is_recurrent(layer)
+        return sum(self.is_recurrent(i) == kind for i in range(layer))
+
+    @property
+    def num_recurrent_layers(self) -> int:
+        return sum(map(self.is_recurrent, range(self.num_layers)))
+
+    @property
+    def num_attention_layers(self) -> int:
+        return self.num_layers - self.num_recurrent_layers
+
+    @property
+    def cg_support(self) -> AttentionCGSupport:
+        """The least that layers other than attention support."""
+        is_hybrid = self.num_recurrent_layers > 0
+        return AttentionCGSupport.UNIFORM_BATCH if is_hybrid else AttentionCGSupport.ALWAYS
 
     def window_of(self, layer: int) -> int | None:
         """Tokens that a layer's rows see, or None for all."""
@@ -225,6 +212,10 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
         content |= gemma_json(config)
     if config.latent is not None:
         content |= deepseek_json(config)
+    elif config.mamba is not None:
+        content |= mamba_json(
+            config.mamba, hidden_size=config.hidden_size, num_layers=config.num_layers
+        )
     elif config.moe is not None:
         content |= moe_json(config.moe, content["model_type"])
     return content
@@ -256,7 +247,8 @@ def _parse(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelCon
                 config, head_size=head_size, max_position=max_position
             )
         else:
-            rope = parse_rope(config, head_size=head_size, max_position=max_position)
+            parse_own = parse_half_rope if family.has_recurrence else parse_rope
+            rope = parse_own(config, head_size=head_size, max_position=max_position)
     except ValueError as error:
         raise UnsupportedModelError(str(error)) from error
     if rope.rope_type == "yarn":
@@ -277,6 +269,8 @@ def _parse(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelCon
     if latent is not None:
         num_kv_heads, head_size = 1, latent.latent_size + latent.rotated_size
         own = {"attention_scale": latent_scale(latent, rope)}
+    if family.has_recurrence:
+        own = {"mamba": parse_mamba(config, hidden_size=hidden_size, num_layers=num_layers)}
     moe = None
     if family.has_experts:
         parse = parse_moe if latent is None else parse_deepseek_moe
@@ -299,7 +293,7 @@ def _parse(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelCon
         qkv_bias=attention_bias if qkv_bias is None else qkv_bias,
         o_bias=attention_bias if qkv_bias is None else False,
         mlp_bias=boolean(config, "mlp_bias", False)
-        and family.model_type in ("llama", "deepseek_v2"),
+        and family.model_type in ("llama", "deepseek_v2", "bamba"),
         qk_norm=family.qk_norm,
         moe=moe,
         latent=latent,

@@ -11,6 +11,7 @@ from specdec.verifier.models.config import ModelConfig
 from specdec.verifier.models.latent import LatentAttention
 from specdec.verifier.models.layers import MLP, Attention, Linear, WeightSlot, empty_parameter
 from specdec.verifier.models.lora import AdapterRows
+from specdec.verifier.models.mamba import MambaMixer
 from specdec.verifier.models.moe import SparseMLP
 
 
@@ -30,16 +31,21 @@ class DecoderLayer(nn.Module):
         def norm() -> nn.Parameter:
             return empty_parameter(config.hidden_size, dtype=dtype, device=device)
 
-        self.index = index
+        self.index = config.cache_index(index)
         self.norm_settings = (config.rms_norm_eps, config.family.is_gemma)
         window = config.window_of(index)
         self.has_local_rope = window is not None and config.local_rope is not None
         self.input_norm = norm()
-        self.attention: Attention | LatentAttention
-        if config.latent is None:
+        # What brings the tokens of a text together: attention, or a recurrence in its place.
+        self.attention: Attention | LatentAttention | MambaMixer
+        if config.is_recurrent(index):
+            self.attention = MambaMixer(config, dtype=dtype, device=device)
+        elif config.latent is None:
             self.attention = Attention(config, sliding_window=window, dtype=dtype, device=device)
         else:
             self.attention = LatentAttention(config, dtype=dtype, device=device)
+        self.names = config.family.names
+        self.attention_name = "mamba" if config.is_recurrent(index) else "self_attn"
         self.mlp_norm = norm()
         # What attention and MLP give is normed before it is added to the residual stream.
         self.attention_out_norm = norm() if config.family.is_gemma else None
@@ -72,16 +78,16 @@ class DecoderLayer(nn.Module):
 
     def linears(self, prefix: str) -> Iterator[tuple[str, Linear]]:
         """Projections that adapters can change, by their names' prefix."""
-        yield from self.attention.linears(f"{prefix}.self_attn")
-        yield from self.mlp.linears(f"{prefix}.mlp")
+        yield from self.attention.linears(f"{prefix}.{self.attention_name}")
+        yield from self.mlp.linears(f"{prefix}.{self.names.mlp}")
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         yield f"{prefix}.input_layernorm.weight", self.input_norm
-        yield from self.attention.weight_slots(f"{prefix}.self_attn")
+        yield from self.attention.weight_slots(f"{prefix}.{self.attention_name}")
         if self.attention_out_norm is None or self.mlp_out_norm is None:
-            yield f"{prefix}.post_attention_layernorm.weight", self.mlp_norm
+            yield f"{prefix}.{self.names.mlp_norm}.weight", self.mlp_norm
         else:
             yield f"{prefix}.post_attention_layernorm.weight", self.attention_out_norm
             yield f"{prefix}.pre_feedforward_layernorm.weight", self.mlp_norm
             yield f"{prefix}.post_feedforward_layernorm.weight", self.mlp_out_norm
-        yield from self.mlp.weight_slots(f"{prefix}.mlp")
+        yield from self.mlp.weight_slots(f"{prefix}.{self.names.mlp}")

@@ -19,6 +19,7 @@ from specdec.verifier.models.decoder import DecoderLayer
 from specdec.verifier.models.layers import Linear, empty_parameter
 from specdec.verifier.models.lora import AdapterRows, LoraStack
 from specdec.verifier.models.rope import cos_sin_table
+from specdec.verifier.recurrent import RecurrentStates
 
 
 class CausalLM(nn.Module):
@@ -206,13 +207,25 @@ class CausalLM(nn.Module):
 
     def kv_bytes_per_block(self, block_size: int) -> int:
         config = self.config
-        positions = (2 if config.latent is None else 1) * config.num_layers * block_size
+        positions = (2 if config.latent is None else 1) * config.num_attention_layers * block_size
         return positions * config.num_kv_heads * config.head_size * self.dtype.itemsize
 
-    def make_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
+    def make_kv_cache(
+        self, num_blocks: int, block_size: int, *, max_num_seqs: int = 1, run_length: int = 1
+    ) -> KVCache:
         """A cache of this model's shape and dtype, beside its weights."""
+        recurrent = None
+        if self.config.mamba is not None:
+            recurrent = RecurrentStates(
+                self.config.mamba,
+                num_layers=self.config.num_recurrent_layers,
+                max_num_seqs=max_num_seqs,
+                run_length=run_length,
+                dtype=self.dtype,
+                device=self.device,
+            )
         return KVCache(
-            num_layers=self.config.num_layers,
+            num_layers=self.config.num_attention_layers,
             num_blocks=num_blocks,
             block_size=block_size,
             num_kv_heads=self.config.num_kv_heads,
@@ -220,6 +233,7 @@ class CausalLM(nn.Module):
             dtype=self.dtype,
             device=self.device,
             latent_size=self.config.latent_size,
+            recurrent=recurrent,
         )
 
     def linears(self) -> Iterator[tuple[str, Linear]]:
@@ -235,7 +249,7 @@ class CausalLM(nn.Module):
         slots: dict[str, Tensor] = {"model.embed_tokens.weight": self.embed_tokens}
         for i, layer in enumerate(self.first_layers()):
             slots |= layer.weight_slots(f"model.layers.{i}")
-        slots["model.norm.weight"] = self.norm
+        slots[f"model.{self.config.family.names.final_norm}.weight"] = self.norm
         if not self.config.tie_word_embeddings:
             slots["lm_head.weight"] = self.lm_head
         return slots

@@ -219,8 +219,10 @@ class TransformersLM(nn.Module):
         positions = 2 * config.num_layers * block_size
         return positions * config.num_kv_heads * config.head_size * self.dtype.itemsize
 
-    def make_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        """A cache of this model's shape and dtype, beside its weights."""
+    def make_kv_cache(
+        self, num_blocks: int, block_size: int, *, max_num_seqs: int = 1, run_length: int = 1
+    ) -> KVCache:
+        """A cache of this model's shape and dtype, beside its weights. No layer is recurrent."""
         return KVCache(
             num_layers=self.config.num_layers,
             num_blocks=num_blocks,

@@ -10,7 +10,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 _UNIFORM = ("mistral", "mixtral", "qwen3_moe")
 # A window counts only where use_sliding_window says so.
 _SWITCHED = ("mimo", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
-_NEVER = ("llama", "deepseek_v2", "deepseek_v3")
+_NEVER = ("llama", "deepseek_v2", "deepseek_v3", "bamba")
 _DEFAULT_WINDOWS = {"mistral": 4096, "gemma2": 4096, "gemma3_text": 4096}
 
 
