@@ -315,7 +315,7 @@ def _random_tensors(
         tensors[at + "input_layernorm.weight"] = vector(hidden, norm_mean)
         if "kv_lora_rank" in config:
             latent_attention(at)
-        elif layer in config.get("attn_layer_indices", [layer]):
+        elif not tiny_families.is_recurrent(config, layer):
             attention(at)
         else:
             for name, mean, deviation, shape in tiny_families.mamba(config):

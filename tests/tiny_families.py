@@ -138,13 +138,17 @@ def latent_attention(config: dict[str, Any]) -> Iterator[Weight]:
     yield "o_proj", hidden, heads * config["v_head_dim"]
 
 
+def is_recurrent(config: dict[str, Any], layer: int) -> bool:
+    return "mamba_expand" in config and layer not in (config["attn_layer_indices"] or ())
+
+
 def mamba(config: dict[str, Any]) -> Iterator[tuple[str, float, float, tuple[int, ...]]]:
     """Tensors of a Mamba-2 layer: name, mean, deviation (0: that of a matrix) and shape.
 
     Decays of a third of a token's and less, so that a text's beginning still counts at its end.
     """
     hidden, heads = config["hidden_size"], config["mamba_n_heads"]
-    inner = heads * config["mamba_d_head"]
+    inner = config["mamba_expand"] * hidden
     channels = inner + 2 * config["mamba_n_groups"] * config["mamba_d_state"]
     yield "in_proj.weight", 0.0, 0.0, (inner + channels + heads, hidden)
     yield "conv1d.weight", 0.0, 0.5, (channels, 1, config["mamba_d_conv"])
