@@ -17,6 +17,7 @@ on how passes cut the text.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -39,9 +40,11 @@ class LayerState:
         return self.inputs.shape[1]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Runs:
     """Where the rows of a batch stand; see ``AttentionMetadata``. A state row has one request."""
+
+    num_tokens: int  # T
 
     query_start_loc: Tensor  # [R + 1] int32
     context_lens: Tensor  # [R] int32
@@ -49,6 +52,10 @@ class Runs:
     state_rows: Tensor  # [R] int64; the last state row takes no writes
     max_query_len: int
     tentative: bool  # tokens before these may be rejected too: nothing is folded
+
+    @cached_property
+    def spans(self) -> "_Spans":
+        return _Spans(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,35 +139,37 @@ def gated_rms_norm(y: Tensor, gate: Tensor, weight: Tensor, eps: float, num_grou
 
 
 class _Spans:
-    """The tokens of each run as columns of a matrix, from ``first`` (negative: before it) on."""
+    """The tokens of each run as columns 0 .. Q - 1 of a matrix. What all layers of a pass share."""
 
-    def __init__(self, runs: Runs, first: int) -> None:
-        device = runs.context_lens.device
-        self.steps = torch.arange(first, runs.max_query_len, device=device)  # [n]
+    def __init__(self, runs: Runs) -> None:
+        self.state_rows = runs.state_rows[:, None]
         starts = runs.query_start_loc[:-1].long()
-        self.lengths = runs.query_start_loc[1:].long() - starts  # [R]
+        lengths = runs.query_start_loc[1:].long() - starts  # [R]
         self.context = runs.context_lens.long()
-        # Rows that exist: from the text's first token to its end.
+        # Columns that exist: from the text's first token to its end.
         self.begin = (-self.context).clamp_min(0)
-        valid = torch.minimum(runs.seq_lens.long() - self.context, self.lengths)
+        valid = torch.minimum(runs.seq_lens.long() - self.context, lengths)
         self.end = valid.where(runs.seq_lens > 0, 0)
-        self.token_rows = starts[:, None] + self.steps  # [R, n]
-        self.in_run = (self.steps >= 0) & (self.steps < self.lengths[:, None])
+        self.steps = torch.arange(runs.max_query_len, device=starts.device)
+        self.token_rows = starts[:, None] + self.steps  # [R, Q]
         self.exists = (self.steps >= self.begin[:, None]) & (self.steps < self.end[:, None])
-        self.positions = self.context[:, None] + self.steps
+        # A place behind all tokens, for columns without one.
+        self.num_rows = runs.num_tokens
+        in_run = self.steps < lengths[:, None]
+        self.targets = self.token_rows.where(in_run, self.num_rows)
+        self.sources = self.token_rows.clamp_max(self.num_rows - 1)
 
-    def gather(self, rows: Tensor, kept: Tensor, state_rows: Tensor) -> Tensor:
-        """[R, n, features]: from ``rows`` [T, features], before a run from ``kept`` [S, W, .]."""
-        own = rows[self.token_rows.clamp(0, rows.shape[0] - 1)]
-        earlier = kept[state_rows[:, None], self.positions % kept.shape[1]]
-        return own.where(self.steps[:, None] >= 0, earlier)
+    def gather(self, rows: Tensor, kept: Tensor, back: int) -> Tensor:
+        """[R, back + Q, features]: of ``rows`` [T, features], and before a run of ``kept``."""
+        before = torch.arange(-back, 0, device=self.steps.device)
+        places = (self.context[:, None] + before) % kept.shape[1]
+        return torch.cat([kept[self.state_rows, places], rows[self.sources]], dim=1)
 
-    def scatter(self, values: Tensor, num_rows: int) -> Tensor:
-        """[num_rows, features] of ``values`` [R, n, features]; zero where no token is."""
-        values = values.where(self.exists[..., None], 0)
-        out = values.new_zeros(num_rows + 1, values.shape[2])
-        out[self.token_rows.where(self.in_run, num_rows)] = values
-        return out[:num_rows]
+    def scatter(self, values: Tensor) -> Tensor:
+        """[T, features] of ``values`` [R, Q, features]; zero where no token is."""
+        out = values.new_zeros(self.num_rows + 1, values.shape[2])
+        out[self.targets] = values.where(self.exists[..., None], 0)
+        return out[: self.num_rows]
 
 
 def causal_conv_reference(
@@ -168,17 +177,18 @@ def causal_conv_reference(
 ) -> Tensor:
     """Plain PyTorch twin of ``causal_conv``."""
     channels, taps = weight.shape
-    spans = _Spans(runs, 1 - taps)
-    window = spans.gather(inputs, state.inputs, runs.state_rows)[..., :channels]
-    window = window.float().where((spans.positions >= 0)[..., None], 0.0)
-    total = torch.zeros_like(window[:, taps - 1 :])
+    spans, back = runs.spans, taps - 1
+    window = spans.gather(inputs, state.inputs, back)[..., :channels]
+    steps = torch.arange(-back, runs.max_query_len, device=inputs.device)
+    in_text = spans.context[:, None] + steps >= 0
+    window = window.float().where(in_text[..., None], 0.0)
+    total = torch.zeros_like(window[:, back:])
     if bias is not None:
         total = total + bias.float()
     for tap in range(taps):
         end = tap + runs.max_query_len
         total = total + window[:, tap:end] * weight[:, tap].float()
-    out = F.silu(total.to(inputs.dtype).float()).to(inputs.dtype)
-    return _Spans(runs, 0).scatter(out, inputs.shape[0])
+    return spans.scatter(F.silu(total.to(inputs.dtype).float()).to(inputs.dtype))
 
 
 def selective_scan_reference(
@@ -193,11 +203,11 @@ def selective_scan_reference(
 ) -> Tensor:
     """Plain PyTorch twin of ``selective_scan``."""
     num_heads, head_size, state_size = state.ssm.shape[1:]
-    groups, rows = config.num_groups, runs.state_rows
-    # Before a run stand at most all kept tokens that are not folded yet.
-    spans = _Spans(runs, -state.num_kept)
-    tokens = spans.gather(activated, state.activated, rows).float()
-    dt = spans.gather(inputs, state.inputs, rows)[..., -num_heads:].float()
+    groups, rows, spans = config.num_groups, runs.state_rows, runs.spans
+    # Tokens that are not folded yet and stand before a run are at most as many.
+    back = config.run_length
+    tokens = spans.gather(activated, state.activated, back).float()
+    dt = spans.gather(inputs[:, -num_heads:], state.inputs[..., -num_heads:], back).float()
     dt = F.softplus(dt + dt_bias.float()).clamp(config.dt_min, config.dt_max)  # [R, n, H]
     sizes = [num_heads * head_size, groups * state_size, groups * state_size]
     x, b, c = tokens.split(sizes, dim=2)
@@ -206,43 +216,45 @@ def selective_scan_reference(
         each.unflatten(2, (groups, state_size)).repeat_interleave(num_heads // groups, dim=2)
         for each in (b, c)
     )
-    decay = torch.exp(dt * -torch.exp(a_log.float()))
-
     old, old_folded = state.ssm[rows], state.folded[rows]
     is_new = spans.context <= 0
     begin = torch.where(is_new, spans.begin, old_folded[:, 0, 0] - spans.context)
     fold_to = torch.maximum(spans.begin, spans.end - config.run_length)
+    steps = torch.arange(-back, runs.max_query_len, device=dt.device)
+    is_run = (steps >= begin[:, None]) & (steps < spans.end[:, None])
+    folds = (is_run & (steps == fold_to[:, None]))[..., None, None, None]
+    # A step over no token leaves the state as it is, to the bit: times one, plus zero.
+    decay = torch.exp(dt * -torch.exp(a_log.float())).where(is_run[..., None], 1.0)
+    added = (dt[..., None] * x).where(is_run[..., None, None], 0.0)
+    b = b.where(is_run[..., None, None], 0.0)
+    columns = (each.unbind(1) for each in (
+        folds, decay[..., None, None], added[..., None], b[:, :, :, None], c[:, :, :, None]
+    ))  # fmt: skip
     current = old.where(~is_new[:, None, None, None], 0.0)
     folded, outputs = old, []
-    for column, step in enumerate(range(-state.num_kept, runs.max_query_len)):
-        runs_here = (step >= begin) & (step < spans.end)
-        folds = (runs_here & (step == fold_to))[:, None, None, None]
-        folded = current.where(folds, folded)
-        update = (dt[:, column, :, None] * x[:, column])[..., None] * b[:, column, :, None]
-        after = current * decay[:, column, :, None, None] + update
-        current = after.where(runs_here[:, None, None, None], current)
+    for step, (fold, kept, new, across, out) in enumerate(zip(*columns, strict=True), -back):
+        folded = current.where(fold, folded)
+        current = torch.addcmul(new * across, current, kept)
         if step >= 0:
-            y = (current * c[:, column, :, None]).sum(-1)
-            outputs.append(y + skip.float()[:, None] * x[:, column])
+            outputs.append((current * out).sum(-1))
     if not runs.tentative:
         has_run = (spans.end > spans.begin)[:, None, None]
         state.ssm[rows] = folded
         new_folded = (spans.context + fold_to).int()[:, None, None]
         state.folded[rows] = new_folded.where(has_run, old_folded)
-    y = torch.stack(outputs, dim=1).flatten(2)
-    return _Spans(runs, 0).scatter(y, inputs.shape[0])
+    y = torch.stack(outputs, dim=1) + skip.float()[:, None] * x[:, back:]
+    return spans.scatter(y.flatten(2))
 
 
 def keep_run_reference(inputs: Tensor, activated: Tensor, state: LayerState, runs: Runs) -> None:
     """Plain PyTorch twin of ``keep_run``."""
-    spans = _Spans(runs, 0)
+    spans = runs.spans
     is_kept = spans.exists & (spans.steps >= spans.end[:, None] - state.num_kept)
-    rows = runs.state_rows[:, None].where(is_kept, state.inputs.shape[0] - 1)
-    places = (spans.positions % state.num_kept).where(is_kept, 0)
+    # What is not kept goes to the row that nobody reads.
+    rows = spans.state_rows.where(is_kept, state.inputs.shape[0] - 1)
+    places = ((spans.context[:, None] + spans.steps) % state.num_kept).where(is_kept, 0)
     for kept, values in ((state.inputs, inputs), (state.activated, activated)):
-        own = values[spans.token_rows.clamp(0, values.shape[0] - 1)]
-        # What is not kept goes to the row that nobody reads.
-        kept[rows, places] = own.where(is_kept[..., None], 0)
+        kept[rows, places] = values[spans.sources].where(is_kept[..., None], 0)
 
 
 def gated_rms_norm_reference(

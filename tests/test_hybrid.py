@@ -13,7 +13,7 @@ from tiny import blended, make_tiny, negated
 
 from specdec import Drafter
 
-ONE_RUNG = {"uniform_request_counts": [5]}
+ONE_RUNG = {"uniform_request_counts": [5], "capture": "lazy"}
 MODES = {"graphs": ONE_RUNG, "eager": {"cudagraph_mode": "NONE"}}
 
 
@@ -59,7 +59,7 @@ def check(models, oracles):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("k", [1, 4, 7])
+@pytest.mark.parametrize("k", [1, 4])
 @pytest.mark.parametrize("draft", ["same", "negated", "blend.1"])
 def test_draft_models(models, check, draft, k, mode):
     """All accepted, none, and some: both states follow, in one batch of five texts."""
@@ -160,23 +160,23 @@ def test_steps_without_drafts_in_between(models, oracles, monkeypatch):
     assert out.stats.drafted_per_step[29:33] == wanted[29:33]
 
 
-@pytest.mark.parametrize("budget", [5, 7, 64])
+@pytest.mark.parametrize("budget", [5, 64])
 def test_prompts_in_chunks(models, check, budget):
     """C25 among them: prompts of 1 to k + 3 tokens, and remainders of 1 + k."""
     prompts = [PROMPTS[4][: 1 + i] for i in range(7)] + [PROMPTS[4] * 2, PROMPTS[4]]
-    options = {"max_num_batched_tokens": budget, "max_num_seqs": 3}
+    options = {"max_num_batched_tokens": budget, "max_num_seqs": 3, "capture": "lazy"}
     with cpu_engine(models["target"], models["blend.1"], 4, **options) as engine:
         check(engine, "blend.1", 4, prompts)
         # No graph holds a prompt, and the record says why.
         mixed = [record for record in engine.recent_steps(10_000) if record.mode == "NONE"]
         assert mixed and all("prefill" in record.reason for record in mixed)
-        assert any("UNIFORM_BATCH" in record.reason or "PIECEWISE" in record.reason
-                   for record in mixed)
+        assert any("PIECEWISE" in record.reason for record in mixed)
 
 
 @pytest.mark.parametrize("draft", ["blend.1", "layer_skip:1"])
 def test_preempted_texts_begin_anew(models, check, draft):
     options = {"num_kv_blocks": 12, "max_num_seqs": 4, "async_scheduling": True}
+    options |= {"uniform_request_counts": [2, 4], "capture": "lazy"}
     with cpu_engine(models["target"], models.get(draft, draft), 3, **options) as engine:
         check(engine, draft, 3, PROMPTS[:4], length=24)
         assert engine.stats().preemptions > 0
@@ -184,7 +184,7 @@ def test_preempted_texts_begin_anew(models, check, draft):
 
 def test_a_slot_begins_with_nothing(models, check):
     """One row for all texts, some of them aborted in the middle."""
-    with cpu_engine(models["target"], models["blend.1"], 4, max_num_seqs=1) as engine:
+    with cpu_engine(models["target"], models["blend.1"], 4, max_num_seqs=1, capture="lazy") as engine:
         for prompt in PROMPTS:
             stream = engine.stream(PROMPTS[4], greedy(30))
             next(stream), next(stream)
@@ -192,13 +192,12 @@ def test_a_slot_begins_with_nothing(models, check):
             check(engine, "blend.1", 4, [prompt])
 
 
-@pytest.mark.parametrize("rounds", [2, 4])
 @pytest.mark.parametrize("draft", ["blend.1", "layer_skip:1", "ngram"])
-def test_several_rounds_a_replay(models, check, draft, rounds):
-    options = {"steps_per_replay": rounds, "debug": True, **ONE_RUNG}
+def test_several_rounds_a_replay(models, check, draft):
+    options = {"steps_per_replay": 3, "debug": True, **ONE_RUNG}
     with cpu_engine(models["target"], models.get(draft, draft), 3, **options) as engine:
         check(engine, draft, 3, counts=draft != "ngram", length=30)
-        assert rounds in {record.rounds for record in engine.recent_steps(10_000)}
+        assert 3 in {record.rounds for record in engine.recent_steps(10_000)}
 
 
 @pytest.mark.parametrize("options", [{}, {"steps_per_replay": 3}], ids=["one", "rounds"])

@@ -76,6 +76,8 @@ FIELDS: dict[str, dict[str, Any]] = {
         "mamba_n_groups": 2,
         "mamba_d_conv": 4,
         "mamba_expand": 2,
+        # How the reference cuts a text; it changes nothing but its time.
+        "mamba_chunk_size": 16,
     },
 }
 

