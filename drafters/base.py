@@ -44,8 +44,7 @@ class Drafter:
             after this many layers.
         uses_adapters: rows with an adapter are drafted with it, so that what drafts has LoRA graphs
             of its own; otherwise drafts come from the base model for every row.
-        is_recurrent: what drafts keeps a state per request, of which a text that begins alike has no
-            copy.
+        is_recurrent: what drafts keeps a state per request, which no block of its text holds.
         sources: what drafts are counted by: of two drafters the names of both, else none.
     """
 

@@ -53,9 +53,10 @@ class DraftModelDrafter(Drafter):
     Its KV cache mirrors the target's block ids in memory of its own. How much of a row's KV is
     valid is data (``DecodeState.draft_len``), so a rejected draft, a step without drafting or a
     text that outgrew the draft's context costs acceptance at most, never text. The states of a
-    hybrid take in no token that may be rejected, and stay where its valid KV ends. Rows with an adapter
-    are drafted by the base model, or with ``uses_adapters`` by an adapter of the draft's own, which
-    lies in the slot of the same number.
+    hybrid take in no token that may be rejected, and stay where its valid KV ends.
+
+    Rows with an adapter are drafted by the base model, or with ``uses_adapters`` by an adapter of
+    the draft's own, which lies in the slot of the same number.
     """
 
     name = "draft_model"

@@ -201,6 +201,7 @@ class MtpModule(nn.Module):
         Returns hidden states for the head, [R, hidden], twice: they are the next token's features.
         """
         layer = self.layer
+        assert isinstance(layer.attention, Attention)
         keys, values = kv_cache.keys[0], kv_cache.values[0]
         out = self.attention_backend.forward(query, keys, values, metadata, self.scale)
         hidden = layer.attention.o_proj(out.flatten(1))

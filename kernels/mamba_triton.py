@@ -148,13 +148,14 @@ def _selective_scan_kernel(
             state = tl.load(state_at, mask=mask, other=0.0)
             step = tl.load(folded + of_head + tl.program_id(2) * BLOCK_P) - context
         fold_to = tl.maximum(begin, end - RUN_LENGTH)
+        if TENTATIVE:
+            fold_to = end
         a = -tl.exp(tl.load(a_log + head).to(tl.float32))
         d = tl.load(skip + head).to(tl.float32)
         bias = tl.load(dt_bias + head).to(tl.float32)
         while step < end:
-            if not TENTATIVE:
-                if step == fold_to:
-                    tl.store(state_at, state, mask=mask)
+            if step == fold_to:
+                tl.store(state_at, state, mask=mask)
             token = start + step
             token_at, input_at = activated + token * C, inputs + token * row_stride
             if step < 0:

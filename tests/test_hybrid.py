@@ -1,4 +1,4 @@
-"""P1 to P9 for models with recurrent states: what is rejected, cut, put off or left leaves no trace.
+"""P1 to P9 with recurrent states: what is rejected, cut, put off or left leaves no trace.
 
 A state that is wrong by one token changes nearly every text here (the models' states matter, see
 ``tests/models/test_mamba.py``), and a draft's wrong state changes how many drafts are accepted, so
@@ -184,7 +184,9 @@ def test_preempted_texts_begin_anew(models, check, draft):
 
 def test_a_slot_begins_with_nothing(models, check):
     """One row for all texts, some of them aborted in the middle."""
-    with cpu_engine(models["target"], models["blend.1"], 4, max_num_seqs=1, capture="lazy") as engine:
+    with cpu_engine(
+        models["target"], models["blend.1"], 4, max_num_seqs=1, capture="lazy"
+    ) as engine:
         for prompt in PROMPTS:
             stream = engine.stream(PROMPTS[4], greedy(30))
             next(stream), next(stream)
@@ -249,7 +251,7 @@ def test_graphs_hold_uniform_batches_at_most(models, caplog):
 def test_what_cannot_be_combined_is_refused(models, tmp_path):
     with pytest.raises(ValueError, match="compilation_config: BambaForCausalLM is not compiled"):
         cpu_engine(models["target"], compilation_config={"mode": 3})
-    with pytest.raises(ValueError, match="draft='mtp'.*BambaForCausalLM with mamba"):
+    with pytest.raises(ValueError, match=r"draft='mtp'.*BambaForCausalLM with mamba"):
         cpu_engine(models["target"], "mtp")
     with pytest.raises(ValueError, match="recurrent"):
         cpu_engine(models["target"], model_impl="transformers")

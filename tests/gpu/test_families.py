@@ -206,6 +206,7 @@ MODELS = {
     "gemma2": GEMMA
     | {"sliding_window": 24, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     "gemma3_text": GEMMA | {"sliding_window": 24, "rope_local_base_freq": 1e4},
+    "bamba": SHAPE | {"layers": 3, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1},
 }
 
 

@@ -45,9 +45,7 @@ class MambaMixer(nn.Module):
             dtype=dtype,
             device=device,
         )
-        self.conv_weight = empty_parameter(
-            channels, 1, mamba.conv_taps, dtype=dtype, device=device
-        )
+        self.conv_weight = empty_parameter(channels, 1, mamba.conv_taps, dtype=dtype, device=device)
         self.conv_bias = vector(channels) if mamba.conv_bias else None
         self.a_log, self.skip, self.dt_bias = (vector(mamba.num_heads) for _ in range(3))
         self.norm = vector(inner)

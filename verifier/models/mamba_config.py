@@ -74,9 +74,7 @@ def parse_mamba(config: Mapping[str, Any], *, hidden_size: int, num_layers: int)
     )
 
 
-def parse_half_rope(
-    config: Mapping[str, Any], *, head_size: int, max_position: int
-) -> RopeConfig:
+def parse_half_rope(config: Mapping[str, Any], *, head_size: int, max_position: int) -> RopeConfig:
     """The rotary embedding of the first half of a head. Raises ValueError naming a bad field."""
     params = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     part = params.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
