@@ -47,7 +47,7 @@ class EngineConfig:
         num_kv_blocks: blocks of the pool. Default: what memory allows, at most what
             ``max_num_seqs`` texts of ``max_model_len`` can fill.
         gpu_memory_utilization: share of the GPU's memory that the engine may fill.
-        enable_prefix_caching: reuse the KV of texts that begin alike.
+        enable_prefix_caching: reuse the KV of texts that begin alike; never with recurrent states.
         lora: adapters to load, {name: folder in PEFT's format}. This or one of the next two makes
             room and graphs for adapters at start-up; else the first ``add_lora`` does.
         max_loras: adapters that can run at the same time, 8 by default. More may be loaded.
