@@ -107,9 +107,7 @@ def build(
             own = replace(config, dtype=str(dtype_of(config, target_source, device))[6:])
         draft_backend = _choose_backend(own, draft_source, limits, device).backend
         supports.append(graph_support(draft_source.config, draft_backend))
-    mode, query_lens, downgrade = resolve_mode(
-        config, target_source.config, min(supports), query_lens
-    )
+    mode, query_lens, downgrade = resolve_mode(config, min(supports), query_lens)
 
     lora = read_adapters(config.lora, target_source.config, config.max_lora_rank)
     draft_lora = read_draft_lora(config, draft_source)

@@ -8,7 +8,6 @@ from specdec.verifier.flat_model import FlatModel
 from specdec.verifier.graph import GraphPool
 from specdec.verifier.kv_cache import KVCache
 from specdec.verifier.models.base import LanguageModel
-from specdec.verifier.models.config import ModelConfig
 from specdec.verifier.modes import (
     AttentionCGSupport,
     CUDAGraphMode,
@@ -22,22 +21,14 @@ from specdec.verifier.state import DecodeState
 MAX_MIXED_TOKENS_OFF_GPU = 64
 
 
-def has_pieces(config: EngineConfig, target: ModelConfig) -> bool:
-    """Whether the target can be cut at its attention, for PIECEWISE graphs."""
-    is_own = target.implementation == "specdec" and target.num_recurrent_layers == 0
-    return is_own and config.compilation.no_piecewise is None
-
-
 def resolve_mode(
-    config: EngineConfig,
-    target: ModelConfig,
-    support: AttentionCGSupport,
-    query_lens: Sequence[int],
+    config: EngineConfig, support: AttentionCGSupport, query_lens: Sequence[int]
 ) -> tuple[CUDAGraphMode, Sequence[int], Downgrade]:
     """The mode to serve, the query lengths with FULL graphs or else all, and what is less than
     was asked for.
     """
-    asked = (config.graph_mode, support, query_lens, has_pieces(config, target))
+    has_pieces = config.compilation.no_piecewise is None and config.model_impl == "specdec"
+    asked = (config.graph_mode, support, query_lens, has_pieces)
     mode, full_lens = resolve_uniform_query_lens(*asked)
     return mode, full_lens or query_lens, Downgrade.of(*asked)
 

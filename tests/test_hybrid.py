@@ -167,10 +167,10 @@ def test_prompts_in_chunks(models, check, budget):
     options = {"max_num_batched_tokens": budget, "max_num_seqs": 3, "capture": "lazy"}
     with cpu_engine(models["target"], models["blend.1"], 4, **options) as engine:
         check(engine, "blend.1", 4, prompts)
-        # No graph holds a prompt, and the record says why.
-        mixed = [record for record in engine.recent_steps(10_000) if record.mode == "NONE"]
-        assert mixed and all("prefill" in record.reason for record in mixed)
-        assert any("PIECEWISE" in record.reason for record in mixed)
+        # Prompts run on graphs of pieces, or the record says why not; states lie between pieces.
+        records = engine.recent_steps(10_000)
+        assert any(record.mode == "PIECEWISE" for record in records)
+        assert all("prefill" in record.reason for record in records if record.mode != "FULL")
 
 
 @pytest.mark.parametrize("draft", ["blend.1", "layer_skip:1"])
@@ -238,11 +238,13 @@ def test_seeded_texts_do_not_depend_on_drafts(models):
 
 
 def test_graphs_hold_uniform_batches_at_most(models, caplog):
-    for asked in ("FULL", "FULL_AND_PIECEWISE"):
-        with cpu_engine(models["target"], "ngram", 2, cudagraph_mode=asked, **ONE_RUNG) as engine:
-            assert engine._runner._graphs.dispatcher.mode.name == "FULL_DECODE_ONLY"
-        assert "FULL_DECODE_ONLY is served" in caplog.text
-    assert "not UNIFORM_BATCH" in caplog.text
+    with cpu_engine(models["target"], "ngram", 2, cudagraph_mode="FULL", **ONE_RUNG) as engine:
+        assert engine._runner._graphs.dispatcher.mode.name == "FULL_AND_PIECEWISE"
+        assert "FULL_AND_PIECEWISE is served" in caplog.text
+        assert "needs attention support ALWAYS, not UNIFORM_BATCH" in caplog.text
+        engine.generate(PROMPTS[0], greedy(4))
+        (prefill, *_) = engine.recent_steps()
+        assert prefill.mode == "PIECEWISE" and "UNIFORM_BATCH" in prefill.reason
     # A hybrid that drafts limits its target's graphs too.
     with cpu_engine(models["llama"], models["target"], 2, cudagraph_mode="FULL") as engine:
         assert engine._runner._graphs.dispatcher.mode.name == "FULL_AND_PIECEWISE"
@@ -255,3 +257,30 @@ def test_what_cannot_be_combined_is_refused(models, tmp_path):
         cpu_engine(models["target"], "mtp")
     with pytest.raises(ValueError, match="recurrent"):
         cpu_engine(models["target"], model_impl="transformers")
+
+
+def test_the_doctor_plans_what_the_engine_is(models, monkeypatch):
+    from specdec.config import EngineConfig
+    from specdec.doctor.facts import plan_facts
+    from specdec.doctor.forced import forced_choices
+    from specdec.doctor.plan import make_plan
+    from specdec.doctor.subject import read_subject
+    from specdec.sources import read_source
+
+    config = EngineConfig(device="cpu", max_num_seqs=5, max_model_len=96, kv_block_size=4)
+    subject = read_subject(read_source(models["target"], config), models["blend.1"], config)
+    plan = make_plan(subject, config, 3)
+    facts = {fact.name: fact for fact in plan_facts(subject, plan, config)}
+    assert facts["graphs"].why == "recurrent layers support UNIFORM_BATCH"
+    assert "no prefix is cached" in facts["recurrent states"].why
+    with cpu_engine(models["target"], models["blend.1"], 3, capture="lazy") as engine:
+        step = engine._runner.step
+        caches = (step.kv_cache, step.drafter.kv_cache)
+        assert plan.mode is engine._runner._graphs.dispatcher.mode
+        assert plan.state_bytes == sum(cache.recurrent.num_bytes for cache in caches)
+        assert plan.block_bytes * (plan.num_blocks + 1) == sum(each.num_bytes for each in caches)
+        # The passes that its checks make of their own begin with states of their own.
+        text = [*PROMPTS[4], *engine.generate(PROMPTS[4], greedy(70)).token_ids]
+        monkeypatch.setattr("specdec.doctor.forced.CHUNK", 16)
+        choices = forced_choices(step.model, text, step.vocab_size)
+    assert choices.tokens[len(PROMPTS[4]) - 1 : -1] == text[len(PROMPTS[4]) :]

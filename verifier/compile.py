@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.verifier.attention.op import OPAQUE_ATTENTION
+from specdec.verifier.attention.op import OPAQUE_ATTENTION, OPAQUE_RECURRENCE
 from specdec.verifier.kernel_ops import KERNEL_OPS
 from specdec.verifier.models.llama import CausalLM
 from specdec.verifier.split import SplitModel, split, trace_model
@@ -75,7 +75,8 @@ class CompilationConfig:
                 "compilation_config: mode 0 compiles nothing, but backend, compile_sizes or "
                 "use_inductor_graph_partition asks for it; use mode 3"
             )
-        known = {op._schema.name for op in KERNEL_OPS.values()} | {OPAQUE_ATTENTION}
+        known = {op._schema.name for op in KERNEL_OPS.values()}
+        known |= {OPAQUE_ATTENTION, OPAQUE_RECURRENCE}
         unknown = sorted(set(self.split_at) - known)
         if unknown:
             raise ValueError(
@@ -140,9 +141,9 @@ class CompilationConfig:
 
     @property
     def split_at(self) -> frozenset[str]:
-        """Where the model is cut, "namespace::name". Compiled code never holds attention."""
+        """Where the model is cut, "namespace::name". Pieces never hold attention or recurrence."""
         listed = frozenset(name.replace(".", "::") for name in self.splitting_ops or ())
-        return listed | {OPAQUE_ATTENTION}
+        return listed | {OPAQUE_ATTENTION, OPAQUE_RECURRENCE}
 
     @property
     def no_piecewise(self) -> str | None:

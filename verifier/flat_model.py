@@ -152,6 +152,8 @@ class FlatModel:
             max_query_len=key.num_tokens,
             uniform=False,
             adapter_slots=torch.full_like(tokens, -1) if key.has_lora else None,
+            # The row of padding, behind those of requests.
+            state_rows=torch.full_like(nothing, self._seq_lens.shape[0], dtype=torch.int64),
         )
         with (
             self.pool.stream(),

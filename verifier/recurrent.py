@@ -3,7 +3,15 @@
 import torch
 from torch import Tensor
 
-from specdec.kernels.mamba import LayerState, Runs
+from specdec.kernels.mamba import (
+    LayerState,
+    Runs,
+    ScanConfig,
+    causal_conv,
+    gated_rms_norm,
+    keep_run,
+    selective_scan,
+)
 from specdec.verifier.attention.base import AttentionMetadata
 from specdec.verifier.models.mamba_config import MambaConfig
 
@@ -65,6 +73,37 @@ def runs_of(metadata: AttentionMetadata) -> Runs:
         )
     runs: Runs = metadata.prepared[_RUNS]
     return runs
+
+
+def recurrence(
+    states: RecurrentStates,
+    metadata: AttentionMetadata,
+    projected: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    a_log: Tensor,
+    skip: Tensor,
+    dt_bias: Tensor,
+    norm: Tensor,
+    layer: int,
+    eps: float,
+    num_groups: int,
+    dt_min: float,
+    dt_max: float,
+) -> Tensor:
+    """A Mamba-2 layer between its two projections, which brings the states of its rows forward.
+
+    projected [T, D + C + H]: gate, inputs of the convolution and steps; conv_weight [C, 1, K];
+    norm [D]; layer: among the recurrent ones -> [T, D].
+    """
+    state, runs = states.layer(layer), runs_of(metadata)
+    inner = norm.shape[0]
+    gate, inputs = projected[:, :inner], projected[:, inner:]
+    activated = causal_conv(inputs, conv_weight[:, 0], conv_bias, state, runs)
+    config = ScanConfig(num_groups, states.run_length, dt_min, dt_max)
+    y = selective_scan(activated, inputs, a_log, skip, dt_bias, state, runs, config)
+    keep_run(inputs, activated, state, runs)
+    return gated_rms_norm(y, gate, norm, eps, num_groups)
 
 
 def state_bytes(

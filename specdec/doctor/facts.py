@@ -8,6 +8,8 @@ from specdec.config import EngineConfig
 from specdec.doctor.plan import Plan
 from specdec.doctor.report import FAULT, OK, UNSEEN, WARNING, Check, Fact
 from specdec.doctor.subject import Subject
+from specdec.verifier.models.config import ModelConfig
+from specdec.verifier.models.support import graph_support
 from specdec.verifier.modes import BatchDescriptor, CUDAGraphMode
 
 FULL = CUDAGraphMode.FULL
@@ -37,8 +39,7 @@ def plan_facts(subject: Subject, plan: Plan, config: EngineConfig) -> Iterator[F
     ):
         choice = plan.draft_attention
         yield Fact(name="draft's attention", value=choice.backend.name, why=choice.reason)
-    support = plan.attention.backend.cg_support.name
-    yield Fact(name="graphs", value=str(plan.mode), why=f"attention supports {support}")
+    yield Fact(name="graphs", value=str(plan.mode), why=_why_mode(model, plan))
     yield Fact(name="capture grid", value=_grid(plan), why=_coverage(plan))
     yield Fact(name="weights", value=format_size(plan.weight_bytes), why=_draft_share(plan))
     yield Fact(
@@ -46,6 +47,9 @@ def plan_facts(subject: Subject, plan: Plan, config: EngineConfig) -> Iterator[F
         value=_kv(plan),
         why="" if subject.draft is None else _draft_kv(subject, plan),
     )
+    if plan.state_bytes:
+        why = f"of {plan.max_num_seqs} requests; with them no prefix is cached"
+        yield Fact(name="recurrent states", value=format_size(plan.state_bytes), why=why)
     yield Fact(name="exact mode", value=_exact(plan), why=_why_exact(plan))
     yield Fact(
         name="context",
@@ -105,6 +109,13 @@ def _why_dtype(config: EngineConfig, plan: Plan, stored: object) -> str:
     if config.dtype != "auto":
         return f"asked for; {said}"
     return f"float32 on the CPU; {said}" if plan.device.type == "cpu" else said
+
+
+def _why_mode(model: ModelConfig, plan: Plan) -> str:
+    backend = plan.attention.backend
+    support = graph_support(model, backend)
+    layers = "attention supports" if support == backend.cg_support else "recurrent layers support"
+    return f"{layers} {support.name}"
 
 
 def _grid(plan: Plan) -> str:

@@ -15,7 +15,7 @@ from specdec.config import EngineConfig
 from specdec.doctor.subject import Subject
 from specdec.drafters.adaptive import widths_up_to
 from specdec.drafters.draft_model import DraftModelDrafter
-from specdec.graph_setup import MAX_MIXED_TOKENS_OFF_GPU, has_pieces
+from specdec.graph_setup import MAX_MIXED_TOKENS_OFF_GPU
 from specdec.kv_blocks import GPU_RESERVED_BYTES, kv_blocks
 from specdec.sources import Source, dtype_of
 from specdec.verifier.attention.base import AttentionBackend
@@ -58,6 +58,7 @@ class Plan:
     draft_weight_bytes: int  # 0 without a draft model
     block_bytes: int  # of one KV block, the draft model's included
     num_blocks: int | None
+    state_bytes: int  # of recurrent layers, the draft model's included
     free_bytes: int | None  # of the GPU, before anything is loaded
 
     @property
@@ -99,8 +100,8 @@ def make_plan(subject: Subject, config: EngineConfig, k: int | str) -> Plan:
 
     asked = config.graph_mode
     support, query_lens = min(supports), [1 + each for each in allowed_k]
-    pieces = has_pieces(config, target.config)
-    mode, full_lens = resolve_uniform_query_lens(asked, support, query_lens, pieces)
+    has_pieces = config.compilation.no_piecewise is None and config.model_impl == "specdec"
+    mode, full_lens = resolve_uniform_query_lens(asked, support, query_lens, has_pieces)
     max_num_seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS[device.type]
     max_model_len = config.max_model_len or target.config.max_position_embeddings
     vocab_size = target.config.vocab_size
@@ -125,7 +126,7 @@ def make_plan(subject: Subject, config: EngineConfig, k: int | str) -> Plan:
         draft_attention=draft_attention,
         asked_mode=asked,
         mode=mode,
-        downgrades=tuple(downgrade_reasons(asked, support, query_lens, pieces)),
+        downgrades=tuple(downgrade_reasons(asked, support, query_lens, has_pieces)),
         allowed_k=allowed_k,
         full_k=tuple(each - 1 for each in full_lens),
         dispatcher=_dispatcher(config, mode, full_lens or query_lens, max_num_seqs),
@@ -138,6 +139,11 @@ def make_plan(subject: Subject, config: EngineConfig, k: int | str) -> Plan:
         draft_weight_bytes=draft_weights,
         block_bytes=block_bytes,
         num_blocks=num_blocks,
+        state_bytes=sum(
+            model_state_bytes(each, max_num_seqs, 1 + max(allowed_k))
+            for each in (model, draft_model)
+            if each is not None
+        ),
         free_bytes=free,
     )
 

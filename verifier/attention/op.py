@@ -1,10 +1,10 @@
-"""A layer's attention in two forms: called directly, or as one operator that a trace can split at.
+"""A layer's attention, or recurrence, called directly or as one operator that a trace can split at.
 
 Shape letters: T tokens, H query heads, G key/value heads, D head size.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,8 +15,10 @@ from specdec.kernels.rope import rope_write_kv
 from specdec.verifier.attention.base import AttentionBackend, AttentionMetadata
 from specdec.verifier.context import get_forward_context
 from specdec.verifier.kv_cache import KVCache
+from specdec.verifier.recurrent import recurrence
 
 OPAQUE_ATTENTION = "specdec::attention"
+OPAQUE_RECURRENCE = "specdec::recurrence"
 
 
 class LayerAttention(Protocol):
@@ -39,6 +41,23 @@ class LayerAttention(Protocol):
         Over a cache of latents queries and keys come rotated: absorbed queries [T, H, C + P], keys
         [T, 1, C + P] of which the first C features are the value; the result is [T, H, C].
         """
+
+    def recur(
+        self,
+        projected: Tensor,
+        conv_weight: Tensor,
+        conv_bias: Tensor | None,
+        a_log: Tensor,
+        skip: Tensor,
+        dt_bias: Tensor,
+        norm: Tensor,
+        layer: int,
+        eps: float,
+        num_groups: int,
+        dt_min: float,
+        dt_max: float,
+    ) -> Tensor:
+        """In place of attention, what ``recurrent.recurrence`` does with the states of a layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +113,29 @@ class PagedAttention:
             query, keys, values, self.metadata, scale, sliding_window, soft_cap
         )
 
+    def recur(
+        self,
+        projected: Tensor,
+        conv_weight: Tensor,
+        conv_bias: Tensor | None,
+        a_log: Tensor,
+        skip: Tensor,
+        dt_bias: Tensor,
+        norm: Tensor,
+        layer: int,
+        eps: float,
+        num_groups: int,
+        dt_min: float,
+        dt_max: float,
+    ) -> Tensor:
+        states = self.kv_cache.recurrent
+        assert states is not None
+        return recurrence(
+            *(states, self.metadata),
+            *(projected, conv_weight, conv_bias, a_log, skip, dt_bias, norm),
+            *(layer, eps, num_groups, dt_min, dt_max),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class OpaqueAttention:
@@ -122,6 +164,27 @@ class OpaqueAttention:
             *(sliding_window, soft_cap),
         )
         return self.out
+
+    def recur(
+        self,
+        projected: Tensor,
+        conv_weight: Tensor,
+        conv_bias: Tensor | None,
+        a_log: Tensor,
+        skip: Tensor,
+        dt_bias: Tensor,
+        norm: Tensor,
+        layer: int,
+        eps: float,
+        num_groups: int,
+        dt_min: float,
+        dt_max: float,
+    ) -> Tensor:
+        out: Tensor = torch.ops.specdec.recurrence(
+            *(projected, conv_weight, conv_bias, a_log, skip, dt_bias, norm),
+            *(layer, eps, num_groups, dt_min, dt_max),
+        )
+        return out
 
 
 def _attention(
@@ -152,6 +215,20 @@ def _attention(
     )
 
 
+def _recurrence(projected: Tensor, *weights_and_sizes: Any) -> Tensor:
+    """The same for layers with states. Rows past the batch's tokens are zero."""
+    context = get_forward_context()
+    if context.attn_metadata is None:
+        raise RuntimeError("torch.ops.specdec.recurrence: the forward context has no attn_metadata")
+    attend = PagedAttention(context.attn_backend, context.kv_cache, context.attn_metadata)
+    live = attend.recur(
+        projected[: context.attn_metadata.slot_mapping.shape[0]], *weights_and_sizes
+    )
+    out = live.new_zeros(projected.shape[0], live.shape[1])
+    out[: live.shape[0]] = live
+    return out
+
+
 _library = torch.library.Library("specdec", "FRAGMENT")
 _library.define(
     "attention(Tensor query, Tensor key, Tensor value, Tensor(a!) out, Tensor positions, "
@@ -159,3 +236,9 @@ _library.define(
 )
 _library.impl("attention", _attention, "CompositeExplicitAutograd")
 _library.impl("attention", lambda *_: None, "Meta")
+_library.define(
+    "recurrence(Tensor projected, Tensor conv_weight, Tensor? conv_bias, Tensor a_log, "
+    "Tensor skip, Tensor dt_bias, Tensor norm, int layer, float eps, int num_groups, "
+    "float dt_min, float dt_max) -> Tensor"
+)
+_library.impl("recurrence", _recurrence, "CompositeExplicitAutograd")

@@ -8,18 +8,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from specdec.kernels.mamba import (
-    ScanConfig,
-    causal_conv,
-    gated_rms_norm,
-    keep_run,
-    selective_scan,
-)
-from specdec.verifier.attention.op import LayerAttention, PagedAttention
+from specdec.verifier.attention.op import LayerAttention
 from specdec.verifier.models.config import ModelConfig
 from specdec.verifier.models.layers import Linear, WeightSlot, empty_parameter
 from specdec.verifier.models.lora import AdapterRows
-from specdec.verifier.recurrent import runs_of
 
 
 class MambaMixer(nn.Module):
@@ -66,25 +58,13 @@ class MambaMixer(nn.Module):
         layer: int,  # among the recurrent ones
         adapter_rows: AdapterRows | None = None,
     ) -> Tensor:
-        # Graphs of pieces are refused for models with such layers.
-        assert isinstance(attend, PagedAttention)
-        states = attend.kv_cache.recurrent
-        assert states is not None
-        state, runs = states.layer(layer), runs_of(attend.metadata)
-        inner = self.sizes.inner_size
-        projected = self.in_proj(x)  # [T, D + C + H]
-        gate, inputs = projected[:, :inner], projected[:, inner:]
-        activated = causal_conv(inputs, self.conv_weight[:, 0], self.conv_bias, state, runs)
-        config = ScanConfig(
-            num_groups=self.sizes.num_groups,
-            run_length=states.run_length,
-            dt_min=self.sizes.dt_min,
-            dt_max=self.sizes.dt_max,
+        sizes = self.sizes
+        out = attend.recur(
+            self.in_proj(x),  # [T, D + C + H]
+            *(self.conv_weight, self.conv_bias, self.a_log, self.skip, self.dt_bias, self.norm),
+            *(layer, self.eps, sizes.num_groups, sizes.dt_min, sizes.dt_max),
         )
-        weights = (self.a_log, self.skip, self.dt_bias)
-        y = selective_scan(activated, inputs, *weights, state, runs, config)
-        keep_run(inputs, activated, state, runs)
-        return self.out_proj(gated_rms_norm(y, gate, self.norm, self.eps, self.sizes.num_groups))
+        return self.out_proj(out)
 
     def linears(self, prefix: str) -> Iterator[tuple[str, Linear]]:
         """None that adapters can change."""
