@@ -1,5 +1,7 @@
 """The states of recurrent layers: a row per request, beside the paged KV cache."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -75,35 +77,50 @@ def runs_of(metadata: AttentionMetadata) -> Runs:
     return runs
 
 
+class MixerWeights(NamedTuple):
+    """Of a Mamba-2 layer between its two projections: C channels, H heads, D features."""
+
+    conv_weight: Tensor  # [C, 1, taps]
+    conv_bias: Tensor | None  # [C]
+    a_log: Tensor  # [H]
+    skip: Tensor  # [H]
+    dt_bias: Tensor  # [H]
+    norm: Tensor  # [D]
+
+
+class MixerSizes(NamedTuple):
+    """Its constants."""
+
+    eps: float
+    num_groups: int
+    dt_min: float
+    dt_max: float
+
+
 def recurrence(
     states: RecurrentStates,
     metadata: AttentionMetadata,
     projected: Tensor,
-    conv_weight: Tensor,
-    conv_bias: Tensor | None,
-    a_log: Tensor,
-    skip: Tensor,
-    dt_bias: Tensor,
-    norm: Tensor,
+    weights: MixerWeights,
     layer: int,
-    eps: float,
-    num_groups: int,
-    dt_min: float,
-    dt_max: float,
+    sizes: MixerSizes,
 ) -> Tensor:
     """A Mamba-2 layer between its two projections, which brings the states of its rows forward.
 
-    projected [T, D + C + H]: gate, inputs of the convolution and steps; conv_weight [C, 1, K];
-    norm [D]; layer: among the recurrent ones -> [T, D].
+    projected [T, D + C + H]: gate, inputs of the convolution, steps; layer: among the recurrent
+    ones -> [T, D].
     """
     state, runs = states.layer(layer), runs_of(metadata)
-    inner = norm.shape[0]
+    inner = weights.norm.shape[0]
     gate, inputs = projected[:, :inner], projected[:, inner:]
-    activated = causal_conv(inputs, conv_weight[:, 0], conv_bias, state, runs)
-    config = ScanConfig(num_groups, states.run_length, dt_min, dt_max)
-    y = selective_scan(activated, inputs, a_log, skip, dt_bias, state, runs, config)
+    conv_weight = weights.conv_weight[:, 0]
+    activated = causal_conv(inputs, conv_weight, weights.conv_bias, state, runs)
+    config = ScanConfig(sizes.num_groups, states.run_length, sizes.dt_min, sizes.dt_max)
+    y = selective_scan(
+        activated, inputs, weights.a_log, weights.skip, weights.dt_bias, state, runs, config
+    )
     keep_run(inputs, activated, state, runs)
-    return gated_rms_norm(y, gate, norm, eps, num_groups)
+    return gated_rms_norm(y, gate, weights.norm, sizes.eps, sizes.num_groups)
 
 
 def state_bytes(

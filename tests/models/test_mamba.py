@@ -13,6 +13,7 @@ from paged import load, logits_of, relative_error
 from tiny import make_tiny, read_json
 
 from specdec.verifier.attention.sdpa import SdpaBackend
+from specdec.verifier.compile import CompilationConfig
 from specdec.verifier.loading import (
     random_weights,
     read_config,
@@ -26,6 +27,7 @@ from specdec.verifier.models.config import UnsupportedModelError
 from specdec.verifier.models.support import graph_support, model_state_bytes
 from specdec.verifier.modes import AttentionCGSupport
 from specdec.verifier.peft_format import AdapterError, read_adapter
+from specdec.verifier.split import PieceCall, split, trace_model
 
 IDS = [5, 17, 99, 3, 3, 42, 127, 0, 64, 11, 8, 90, 33]
 
@@ -121,6 +123,13 @@ def test_random_weights_are_sound(tmp_path: Path) -> None:
     model = random_weights(config, std=0.1, attention_backend=SdpaBackend("cpu"))
     logits = logits_of(model, IDS)
     assert logits.isfinite().all() and logits.std() > 0.01
+
+
+def test_a_stack_of_recurrent_layers_has_three_pieces(tmp_path: Path) -> None:
+    model = load(make_tiny(tmp_path, family="bamba", layers=4, attn_layer_indices=[]))
+    chain = split(trace_model(model), model, CompilationConfig().split_at)
+    pieces = [call.piece for call in chain.calls if isinstance(call, PieceCall)]
+    assert pieces == [0, 1, 1, 1, 2]
 
 
 @pytest.mark.filterwarnings("ignore")

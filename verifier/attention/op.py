@@ -15,7 +15,7 @@ from specdec.kernels.rope import rope_write_kv
 from specdec.verifier.attention.base import AttentionBackend, AttentionMetadata
 from specdec.verifier.context import get_forward_context
 from specdec.verifier.kv_cache import KVCache
-from specdec.verifier.recurrent import recurrence
+from specdec.verifier.recurrent import MixerSizes, MixerWeights, recurrence
 
 OPAQUE_ATTENTION = "specdec::attention"
 OPAQUE_RECURRENCE = "specdec::recurrence"
@@ -43,19 +43,7 @@ class LayerAttention(Protocol):
         """
 
     def recur(
-        self,
-        projected: Tensor,
-        conv_weight: Tensor,
-        conv_bias: Tensor | None,
-        a_log: Tensor,
-        skip: Tensor,
-        dt_bias: Tensor,
-        norm: Tensor,
-        layer: int,
-        eps: float,
-        num_groups: int,
-        dt_min: float,
-        dt_max: float,
+        self, projected: Tensor, weights: MixerWeights, layer: int, sizes: MixerSizes
     ) -> Tensor:
         """In place of attention, what ``recurrent.recurrence`` does with the states of a layer."""
 
@@ -114,27 +102,11 @@ class PagedAttention:
         )
 
     def recur(
-        self,
-        projected: Tensor,
-        conv_weight: Tensor,
-        conv_bias: Tensor | None,
-        a_log: Tensor,
-        skip: Tensor,
-        dt_bias: Tensor,
-        norm: Tensor,
-        layer: int,
-        eps: float,
-        num_groups: int,
-        dt_min: float,
-        dt_max: float,
+        self, projected: Tensor, weights: MixerWeights, layer: int, sizes: MixerSizes
     ) -> Tensor:
         states = self.kv_cache.recurrent
         assert states is not None
-        return recurrence(
-            *(states, self.metadata),
-            *(projected, conv_weight, conv_bias, a_log, skip, dt_bias, norm),
-            *(layer, eps, num_groups, dt_min, dt_max),
-        )
+        return recurrence(states, self.metadata, projected, weights, layer, sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,24 +138,9 @@ class OpaqueAttention:
         return self.out
 
     def recur(
-        self,
-        projected: Tensor,
-        conv_weight: Tensor,
-        conv_bias: Tensor | None,
-        a_log: Tensor,
-        skip: Tensor,
-        dt_bias: Tensor,
-        norm: Tensor,
-        layer: int,
-        eps: float,
-        num_groups: int,
-        dt_min: float,
-        dt_max: float,
+        self, projected: Tensor, weights: MixerWeights, layer: int, sizes: MixerSizes
     ) -> Tensor:
-        out: Tensor = torch.ops.specdec.recurrence(
-            *(projected, conv_weight, conv_bias, a_log, skip, dt_bias, norm),
-            *(layer, eps, num_groups, dt_min, dt_max),
-        )
+        out: Tensor = torch.ops.specdec.recurrence(projected, *weights, layer, *sizes)
         return out
 
 
@@ -215,17 +172,18 @@ def _attention(
     )
 
 
-def _recurrence(projected: Tensor, *weights_and_sizes: Any) -> Tensor:
+def _recurrence(projected: Tensor, *rest: Any) -> Tensor:
     """The same for layers with states. Rows past the batch's tokens are zero."""
     context = get_forward_context()
     if context.attn_metadata is None:
         raise RuntimeError("torch.ops.specdec.recurrence: the forward context has no attn_metadata")
     attend = PagedAttention(context.attn_backend, context.kv_cache, context.attn_metadata)
-    live = attend.recur(
-        projected[: context.attn_metadata.slot_mapping.shape[0]], *weights_and_sizes
-    )
-    out = live.new_zeros(projected.shape[0], live.shape[1])
-    out[: live.shape[0]] = live
+    count = len(MixerWeights._fields)
+    weights, layer, sizes = MixerWeights(*rest[:count]), rest[count], MixerSizes(*rest[count + 1 :])
+    live = context.attn_metadata.slot_mapping.shape[0]
+    result = attend.recur(projected[:live], weights, layer, sizes)
+    out = result.new_zeros(projected.shape[0], result.shape[1])
+    out[:live] = result
     return out
 
 

@@ -12,6 +12,7 @@ from specdec.verifier.attention.op import LayerAttention
 from specdec.verifier.models.config import ModelConfig
 from specdec.verifier.models.layers import Linear, WeightSlot, empty_parameter
 from specdec.verifier.models.lora import AdapterRows
+from specdec.verifier.recurrent import MixerSizes, MixerWeights
 
 
 class MambaMixer(nn.Module):
@@ -23,8 +24,9 @@ class MambaMixer(nn.Module):
         super().__init__()
         mamba = config.mamba
         assert mamba is not None
-        self.sizes = mamba
-        self.eps = config.rms_norm_eps
+        self.constants = MixerSizes(
+            config.rms_norm_eps, mamba.num_groups, mamba.dt_min, mamba.dt_max
+        )
         inner, channels = mamba.inner_size, mamba.num_channels
 
         def vector(size: int) -> nn.Parameter:
@@ -58,13 +60,15 @@ class MambaMixer(nn.Module):
         layer: int,  # among the recurrent ones
         adapter_rows: AdapterRows | None = None,
     ) -> Tensor:
-        sizes = self.sizes
-        out = attend.recur(
-            self.in_proj(x),  # [T, D + C + H]
-            *(self.conv_weight, self.conv_bias, self.a_log, self.skip, self.dt_bias, self.norm),
-            *(layer, self.eps, sizes.num_groups, sizes.dt_min, sizes.dt_max),
-        )
+        # [T, D + C + H] -> [T, D]
+        out = attend.recur(self.in_proj(x), self.weights, layer, self.constants)
         return self.out_proj(out)
+
+    @property
+    def weights(self) -> MixerWeights:
+        """What lies between the two projections."""
+        own = self.conv_weight, self.conv_bias, self.a_log, self.skip, self.dt_bias, self.norm
+        return MixerWeights(*own)
 
     def linears(self, prefix: str) -> Iterator[tuple[str, Linear]]:
         """None that adapters can change."""
