@@ -259,6 +259,18 @@ def test_what_cannot_be_combined_is_refused(models, tmp_path):
         cpu_engine(models["target"], model_impl="transformers")
 
 
+def test_the_floor_counts_states(models):
+    from specdec.bench.floor import step_bytes
+
+    with cpu_engine(models["target"], models["same"], 2, capture="lazy") as engine:
+        step = engine._runner.step
+        one, three = (step_bytes(step.model, step.drafter, n, 2, 0) for n in (1, 3))
+    # Two layers of eight heads, 16 rows of 24 numbers each.
+    state = 2 * 8 * 16 * 24 * 4
+    assert three["verify"] - one["verify"] == 2 * 2 * state
+    assert three["draft"] - one["draft"] == 2 * 2 * state
+
+
 def test_the_doctor_plans_what_the_engine_is(models, monkeypatch):
     from specdec.config import EngineConfig
     from specdec.doctor.facts import plan_facts

@@ -63,7 +63,15 @@ def kv_bytes(model: LanguageModel) -> float:
     return model.kv_bytes_per_block(16) / 16
 
 
-def draft_bytes(drafter: Drafter | None, tokens: float) -> float:
+def state_bytes(model: LanguageModel) -> float:
+    """Bytes of one request's recurrent states."""
+    config = model.config
+    if config.mamba is None:
+        return 0.0
+    return config.num_recurrent_layers * 4.0 * config.mamba.inner_size * config.mamba.state_size
+
+
+def draft_bytes(drafter: Drafter | None, tokens: float, num_reqs: float) -> float:
     """Bytes that one pass of a drafter reads beside ``tokens`` of context; 0 where it has no model.
 
     Heads that are neither a model of their own nor the target's first layers count as nothing, so
@@ -74,15 +82,21 @@ def draft_bytes(drafter: Drafter | None, tokens: float) -> float:
         return 0.0
     layers = getattr(drafter, "num_layers", model.config.num_layers)
     share = layers / model.config.num_layers
-    return weight_bytes(model, layers) + tokens * kv_bytes(model) * share
+    of_rows = tokens * kv_bytes(model) + num_reqs * state_bytes(model)
+    return weight_bytes(model, layers) + of_rows * share
 
 
 def step_bytes(
     target: LanguageModel, drafter: Drafter | None, num_reqs: float, k: float, context: float
 ) -> dict[str, float]:
-    """Bytes that the parts of a step read: ``draft`` (k passes) and ``verify``."""
+    """Bytes that the parts of a step move: ``draft`` (k passes) and ``verify``.
+
+    Weights, keys and values are read; recurrent states are read, and written by the verify pass.
+    """
     tokens = num_reqs * context
     return {
-        "draft": k * draft_bytes(drafter, tokens) if k else 0.0,
-        "verify": weight_bytes(target) + tokens * kv_bytes(target),
+        "draft": k * draft_bytes(drafter, tokens, num_reqs) if k else 0.0,
+        "verify": weight_bytes(target)
+        + tokens * kv_bytes(target)
+        + 2 * num_reqs * state_bytes(target),
     }
