@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import triton
-from timing import SHAPES, PagedBatch, Weights, graph_us, randn
+from timing import HALVES, SHAPES, PagedBatch, Weights, graph_us, randn
 
 from specdec.kernels import attention_triton, linear_triton, tuning
 from specdec.kernels.tuning import TileConfig
@@ -45,7 +45,9 @@ ATTENTION = [
 
 def linear_cases(models: list[str]) -> list[tuple[int, int]]:
     """(outputs, inputs) of every linear layer of the shapes."""
-    return list(dict.fromkeys((n, k) for name in models for _, n, k in SHAPES[name].linears()))
+    return list(
+        dict.fromkeys((n, k) for name in models for _, n, k in (SHAPES | HALVES)[name].linears())
+    )
 
 
 def linear_candidates(features: int, rows: int) -> list[TileConfig]:
@@ -192,7 +194,9 @@ def main() -> None:
     parser.add_argument("what", choices=("linear", "attention"))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--jobs", type=int, default=12)
-    parser.add_argument("--models", nargs="+", choices=sorted(SHAPES), default=list(SHAPES))
+    parser.add_argument(
+        "--models", nargs="+", choices=sorted(SHAPES | HALVES), default=list(SHAPES)
+    )
     parser.add_argument("--rows", nargs="+", type=int, default=LINEAR_ROWS)
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()

@@ -45,6 +45,11 @@ SHAPES = {
     "1b": Shape("1b", 16, 2048, 32, 8, 64, 8192, 128_256),
     "smollm2": Shape("smollm2", 30, 576, 9, 3, 64, 1536, 49_152),
 }
+# What one of two GPUs holds.
+HALVES = {
+    "8b/2": Shape("8b/2", 32, 4096, 16, 4, 128, 7168, 64_128),
+    "70b/2": Shape("70b/2", 80, 8192, 32, 4, 128, 14336, 64_128),
+}
 
 
 def graph_us(calls: Sequence[Callable[[], object]], replays: int = 10) -> float:

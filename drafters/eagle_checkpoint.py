@@ -76,9 +76,9 @@ def load_eagle(
     embedding: Tensor | None = None
     lm_head: Tensor | None = None
     if EMBEDDING not in checkpoint.names:
-        embedding = target.embed_tokens
+        embedding = target.whole_vocabulary(target.embed_tokens)
     if HEAD not in checkpoint.names:
-        lm_head = target.lm_head
+        lm_head = target.whole_vocabulary(target.lm_head)
         if config.draft_vocab_size < config.layer.vocab_size:
             lm_head = lm_head[target_ids.to(target.device)]
     head = EagleHead(

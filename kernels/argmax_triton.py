@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec.kernels.argmax import NO_CHOICE
 from specdec.kernels.launch import pdl_options, wait_for_inputs
 from specdec.kernels.linear_triton import (
     accumulate,
@@ -124,11 +125,33 @@ def _best_part(parts: Tensor) -> tuple[Tensor, Tensor]:
 
 def argmax(logits: Tensor, limit: int | None = None) -> tuple[Tensor, Tensor]:
     """``specdec.kernels.argmax.argmax``."""
+    return _best_part(_parts(logits, logits.shape[1] if limit is None else limit))
+
+
+def best_part(logits: Tensor, limit: int, first: int) -> Tensor:
+    """``specdec.kernels.argmax.best_part``."""
+    return _with_first(_parts(logits, limit), first)
+
+
+def best_of_parts(parts: Tensor) -> tuple[Tensor, Tensor]:
+    """``specdec.kernels.argmax.best_of_parts``."""
+    return _best_part(parts.t().contiguous())
+
+
+def _with_first(parts: Tensor, first: int) -> Tensor:
+    """The best of each row of ``parts``, its ids counted from ``first`` on."""
+    if parts.shape[1] == 0:
+        return torch.full(parts.shape[:1], NO_CHOICE, device=parts.device)
+    return parts.amax(1) - first
+
+
+def _parts(logits: Tensor, limit: int) -> Tensor:
+    """The best choice in each run of a row's first ``limit`` ids, [T, num_parts] int64."""
     num_rows, vocab_size = logits.shape
-    limit = vocab_size if limit is None else min(limit, vocab_size)
+    limit = min(limit, vocab_size)
     num_parts = triton.cdiv(limit, _BLOCK)
     parts = torch.empty(num_rows, num_parts, dtype=torch.int64, device=logits.device)
-    if num_rows:
+    if parts.numel():
         _argmax_kernel[(num_rows, num_parts)](
             logits,
             parts,
@@ -138,24 +161,34 @@ def argmax(logits: Tensor, limit: int | None = None) -> tuple[Tensor, Tensor]:
             BLOCK=_BLOCK,
             **pdl_options(logits),
         )
-    return _best_part(parts)
+    return parts
 
 
 def linear_argmax(
     x: Tensor, weight: Tensor, limit: int | None = None, *, config: TileConfig | None = None
 ) -> tuple[Tensor, Tensor]:
     """``specdec.kernels.linear.linear_argmax``."""
+    return _best_part(_linear_parts(x, weight, weight.shape[0] if limit is None else limit, config))
+
+
+def linear_best_part(x: Tensor, weight: Tensor, limit: int, first: int) -> Tensor:
+    """``specdec.kernels.linear.linear_best_part``."""
+    return _with_first(_linear_parts(x, weight, limit, None), first)
+
+
+def _linear_parts(x: Tensor, weight: Tensor, limit: int, config: TileConfig | None) -> Tensor:
+    """``_parts`` of the logits of ``x``."""
     num_features, depth = weight.shape
-    limit = num_features if limit is None else min(limit, num_features)
+    limit = min(limit, num_features)
     if config is None and not is_skinny(x, weight):
-        return argmax(linear(x, weight, out_dtype=torch.float32), limit)
+        return _parts(linear(x, weight, out_dtype=torch.float32), limit)
     x = unit_stride(x)
     num_rows = x.shape[0]
     tiles = tile_arguments(x, num_features, depth, config)
     num_parts = triton.cdiv(limit, tiles["BLOCK_N"])
     parts = torch.empty(num_rows, num_parts, dtype=torch.int64, device=x.device)
-    if num_rows:
+    if parts.numel():
         _linear_argmax_kernel[(triton.cdiv(num_rows, tiles["BLOCK_M"]) * num_parts,)](
             x, weight, parts, num_rows, limit, num_parts, depth, x.stride(0), **tiles
         )
-    return _best_part(parts)
+    return parts

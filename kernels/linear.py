@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.kernels.activation import silu_mul_reference
-from specdec.kernels.argmax import argmax_reference
+from specdec.kernels.argmax import argmax_reference, best_part_reference
 
 
 def configure_exact_blas() -> None:
@@ -106,3 +106,20 @@ def linear_argmax(x: Tensor, weight: Tensor, limit: int | None = None) -> tuple[
 
         return argmax_triton.linear_argmax(x, weight, limit)
     return linear_argmax_reference(x, weight, limit)
+
+
+def linear_best_part_reference(x: Tensor, weight: Tensor, limit: int, first: int) -> Tensor:
+    """Plain PyTorch twin of ``linear_best_part``."""
+    return best_part_reference(linear_reference(x, weight, out_dtype=torch.float32), limit, first)
+
+
+def linear_best_part(x: Tensor, weight: Tensor, limit: int, first: int) -> Tensor:
+    """``best_part`` of the float32 logits of each row, without writing the logits out.
+
+    x [T, K], weight [N, K] -> [T] int64.
+    """
+    if x.is_cuda:
+        from specdec.kernels import argmax_triton
+
+        return argmax_triton.linear_best_part(x, weight, limit, first)
+    return linear_best_part_reference(x, weight, limit, first)

@@ -5,8 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import Tensor
-
+from specdec.adapter_memory import AdapterMemory
 from specdec.config import EngineConfig
 from specdec.verifier.lora import LoraSlots
 from specdec.verifier.models.config import ModelConfig
@@ -23,8 +22,6 @@ class Adapter:
 
     name: str
     version: int
-    packed: Tensor | None  # the host's copy, as a slot holds it; None once it is unloaded
-    draft_packed: Tensor | None = None  # the same for the draft model
     slot: int = -1  # where it lies on the device; -1 outside
     num_requests: int = 0  # that have not ended
     num_running: int = 0  # of those, how many hold a row, so that the slot must stay
@@ -44,12 +41,11 @@ class AdapterTable:
     slots, the longest unused without a running request gives up its own; its host copy stays.
     """
 
-    def __init__(self, slots: LoraSlots, draft_slots: LoraSlots | None = None) -> None:
-        self.slots = slots
-        self.draft_slots = draft_slots
+    def __init__(self, memory: AdapterMemory) -> None:
+        self.memory = memory
         self.num_loads = 0  # copies into slots
         self._loaded: dict[str, Adapter] = {}
-        self._owners: list[Adapter | None] = [None] * slots.max_loras
+        self._owners: list[Adapter | None] = [None] * memory.slots.max_loras
         self._to_load: list[Adapter] = []
         self._leaving: list[Adapter] = []
         self._versions = itertools.count(1)
@@ -76,16 +72,8 @@ class AdapterTable:
 
         Raises AdapterError, a ValueError, where it does not fit; nothing has changed then.
         """
-        draft_packed = None
-        if draft_weights is not None:
-            assert self.draft_slots is not None
-            draft_packed = self.draft_slots.pack(draft_weights)
-        adapter = Adapter(
-            name=name,
-            version=next(self._versions),
-            packed=self.slots.pack(weights),
-            draft_packed=draft_packed,
-        )
+        adapter = Adapter(name=name, version=next(self._versions))
+        self.memory.keep(adapter.salt, weights, draft_weights)
         if name in self._loaded:
             self.remove(name)
         self._loaded[name] = adapter
@@ -136,25 +124,9 @@ class AdapterTable:
         """Copy adapters that were given slots; to be called before the pass that reads them."""
         for adapter in self._to_load:
             if adapter.slot >= 0:
-                self.slots.load(adapter.slot, adapter.packed)
-                if self.draft_slots is not None:
-                    self.draft_slots.load(adapter.slot, adapter.draft_packed)
+                self.memory.load(adapter.slot, adapter.salt)
                 self.num_loads += 1
         self._to_load.clear()
-
-    def attach(self) -> None:
-        """Let the models read their adapters from the slots, with all kernels compiled."""
-        for slots in (self.slots, self.draft_slots):
-            if slots is not None:
-                slots.attach()
-                if slots.data.is_cuda:
-                    slots.warm_up()
-
-    def release(self) -> None:
-        """Let go of the models that the slots are attached to."""
-        for slots in (self.slots, self.draft_slots):
-            if slots is not None:
-                slots.detach()
 
     def check_integrity(
         self, alive: Iterable[Adapter | None], running: Iterable[Adapter | None]
@@ -190,7 +162,7 @@ class AdapterTable:
         if adapter.slot >= 0:
             self._owners[adapter.slot] = None
             adapter.slot = -1
-        adapter.packed = adapter.draft_packed = None
+        self.memory.forget(adapter.salt)
         self._leaving.remove(adapter)
 
 
@@ -214,27 +186,14 @@ def read_adapters(
     }
 
 
-def make_table(
-    config: EngineConfig,
-    model: CausalLM,
-    weights: Iterable[AdapterWeights],
-    draft_model: CausalLM | None = None,
-    draft_weights: Iterable[AdapterWeights] = (),
-) -> AdapterTable:
-    """An empty table whose slots hold each of ``weights``, of the sizes asked for where any are.
-
-    ``draft_model``: has slots too, for its own adapters.
-    """
-
-    def slots(model: CausalLM, weights: Iterable[AdapterWeights]) -> LoraSlots:
-        known = list(weights)
-        return LoraSlots(
-            model,
-            max_loras=config.max_loras or DEFAULT_MAX_LORAS,
-            max_rank=config.max_lora_rank
-            or max([MIN_DEFAULT_RANK, *(each.rank for each in known)]),
-            vocabulary=config.lora_vocabulary or any(each.adapts_vocabulary for each in known),
-        )
-
-    draft_slots = slots(draft_model, draft_weights) if draft_model is not None else None
-    return AdapterTable(slots(model, weights), draft_slots)
+def make_slots(
+    config: EngineConfig, model: CausalLM, weights: Iterable[AdapterWeights]
+) -> LoraSlots:
+    """Empty slots that hold each of ``weights``, of the sizes asked for where any are."""
+    known = list(weights)
+    return LoraSlots(
+        model,
+        max_loras=config.max_loras or DEFAULT_MAX_LORAS,
+        max_rank=config.max_lora_rank or max([MIN_DEFAULT_RANK, *(each.rank for each in known)]),
+        vocabulary=config.lora_vocabulary or any(each.adapts_vocabulary for each in known),
+    )

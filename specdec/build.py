@@ -2,13 +2,14 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from specdec.adapters import make_table, read_adapters
+from specdec.adapters import make_slots, read_adapters
 from specdec.build_drafter import (
     NO_FEATURES,
     check_draft,
@@ -28,6 +29,8 @@ from specdec.intake import Intake
 from specdec.kernels.linear import configure_exact_blas
 from specdec.kv_blocks import kv_blocks
 from specdec.lora import LoraManager
+from specdec.parallel.ranks import OneRank, Ranks
+from specdec.parallel.refusals import check_parallel
 from specdec.rounds import RoundsChoice, make_rounds_choice
 from specdec.runner import Runner
 from specdec.scheduler import Scheduler
@@ -37,9 +40,11 @@ from specdec.tokenizer import Tokenizer
 from specdec.verifier.attention.select import BackendChoice, choose_backend, default_block_size
 from specdec.verifier.kv_cache import BlockPool
 from specdec.verifier.loading import check_weights, with_features
+from specdec.verifier.made import MadeModel
 from specdec.verifier.models.config import ModelConfig
 from specdec.verifier.models.llama import CausalLM
 from specdec.verifier.models.support import check_compilation, graph_support
+from specdec.verifier.parallel.sharding import WHOLE
 from specdec.verifier.state import DecodeState
 
 logger = logging.getLogger(__name__)
@@ -65,16 +70,34 @@ class Parts:
     adaptive: AdaptiveK | None
     attention: BackendChoice  # of the target
     rounds: RoundsChoice
+    ranks: Ranks
 
 
 def build(
-    model: str | Path | CausalLM | None,
-    draft: str | Path | CausalLM | Drafter | None,
+    model: str | Path | CausalLM | MadeModel | None,
+    draft: str | Path | CausalLM | MadeModel | Drafter | None,
     k: int | str,
     config: EngineConfig,
+    join: Callable[[], Ranks] | None = None,
 ) -> Parts:
-    """Check everything that files can tell, then load, allocate and capture."""
-    device = config.torch_device
+    """Check everything that files can tell, then load, allocate and capture.
+
+    ``join``: meets the ranks that another process has started; by default this one starts them.
+    """
+    with _ended_on_error() as started:
+        return _build(model, draft, k, config, join, started)
+
+
+def _build(
+    model: str | Path | CausalLM | MadeModel | None,
+    draft: str | Path | CausalLM | MadeModel | Drafter | None,
+    k: int | str,
+    config: EngineConfig,
+    join: Callable[[], Ranks] | None,
+    started: list[Ranks],
+) -> Parts:
+    """``started``: is told the ranks, which end where what follows fails."""
+    device, asked = config.torch_device, draft
     check_device("model", model, device)
     check_device("draft", draft, device)
     target_source = read_source(model, config)
@@ -83,6 +106,8 @@ def build(
         draft = auto_draft(target_source.config, target_source.tokenizer)
     lookup, draft = split_names(draft)
     draft_source = check_draft(draft, target_source, config)
+    if join is None:
+        check_parallel(config, target_source, draft, draft_source)
     if config.simulated_acceptance is not None and draft is None:
         raise ValueError("simulated_acceptance needs a drafter, whose cost is part of a step")
     limits = _limits(config, target_source, k if draft is not None else 0, device)
@@ -114,10 +139,17 @@ def build(
 
     for each in (target_source, draft_source):
         # Missing, misshapen or damaged tensors are refused before either model takes memory.
-        if each is not None and each.head is None and not isinstance(each.model, CausalLM):
+        if each is None or each.head is not None:
+            continue
+        if not isinstance(each.model, CausalLM | MadeModel):
             check_weights(each.model, each.config)
-    target = load_source(target_source, config, backend, device)
-    drafter = heavy_drafter(draft, draft_source, target, own, draft_backend, limits.vocab_size)
+    ranks = join() if join is not None else _start_ranks(model, asked, k, config)
+    started.append(ranks)
+    draft_tp = WHOLE if config.draft_tensor_parallel_size == 1 else ranks.tp
+    target = load_source(target_source, config, backend, device, ranks.tp)
+    drafter = heavy_drafter(
+        draft, draft_source, target, own, draft_backend, limits.vocab_size, draft_tp
+    )
     if drafter is not None and drafter.feature_layers:
         if not isinstance(target, CausalLM):
             raise ValueError(f"drafter {drafter.name!r}: {NO_FEATURES}")
@@ -130,8 +162,11 @@ def build(
             drafter.uses_adapters = True
             assert isinstance(drafter.model, CausalLM)
             draft_model = drafter.model
-        adapters = make_table(config, target, lora.values(), draft_model, draft_lora.values())
-    num_blocks = kv_blocks(
+        draft_slots = None
+        if draft_model is not None:
+            draft_slots = make_slots(config, draft_model, draft_lora.values())
+        adapters = ranks.make_memory(make_slots(config, target, lora.values()), draft_slots)
+    fitting_blocks = kv_blocks(
         config,
         target,
         drafter,
@@ -140,6 +175,7 @@ def build(
         limits.block_size,
         limits.max_k,
     )
+    num_blocks = -ranks.largest(-fitting_blocks)
     state = DecodeState(
         max_num_seqs=limits.max_num_seqs,
         max_model_len=limits.max_model_len,
@@ -177,7 +213,7 @@ def build(
         forward=flat.forward,
         simulated_acceptance=config.simulated_acceptance,
     )
-    runner = Runner(
+    runner = ranks.make_runner(
         step,
         flat,
         dispatcher,
@@ -189,6 +225,7 @@ def build(
         debug=config.debug,
         verify=config.verify_graphs,
         rounds_at_start=rounds.is_asked_for,
+        largest=ranks.largest,
     )
     scheduler = Scheduler(
         max_num_seqs=limits.max_num_seqs,
@@ -214,14 +251,16 @@ def build(
         acceptance=config.acceptance,
         simulates=config.simulated_acceptance is not None,
     )
-    manager = LoraManager(config, runner, scheduler, intake)
+    manager = LoraManager(config, runner, scheduler, intake, ranks)
     if adapters is not None:
         manager.start(adapters, lora, draft_lora)
-    started = time.perf_counter()
+    capture_started = time.perf_counter()
     if config.capture == "eager":
         with start_progress("capturing") as progress:
             runner.capture_all(progress)
-    capture_seconds = time.perf_counter() - started
+    capture_seconds = time.perf_counter() - capture_started
+    adaptive = AdaptiveK(runner.decode_costs()) if adapts else None
+    ranks.begin()
     logger.info(start_up_line(runner.graph_table(), capture_seconds))
     return Parts(
         config=config,
@@ -235,9 +274,10 @@ def build(
         max_k=limits.max_k,
         max_model_len=limits.max_model_len,
         capture_seconds=capture_seconds,
-        adaptive=AdaptiveK(runner.decode_costs()) if adapts else None,
+        adaptive=adaptive,
         attention=attention,
         rounds=rounds,
+        ranks=ranks,
     )
 
 
@@ -307,3 +347,47 @@ def _choose_backend(
         soft_cap=source.config.attention_soft_cap,
         latent_size=source.config.latent_size,
     )
+
+
+def _start_ranks(
+    model: str | Path | CausalLM | MadeModel | None,
+    draft: object,
+    k: int | str,
+    config: EngineConfig,
+) -> Ranks:
+    """The ranks of an engine, in this process the first."""
+    if config.tensor_parallel_size == 1:
+        return OneRank()
+    from specdec.parallel.leader import LeaderRanks
+    from specdec.parallel.spec import RankSpec
+
+    assert not isinstance(model, CausalLM)
+    assert draft is None or isinstance(draft, str | Path | MadeModel)
+    return LeaderRanks(
+        RankSpec(
+            rank=0,
+            size=config.tensor_parallel_size,
+            port=0,
+            model=model,
+            draft=draft,
+            k=k,
+            config=config,
+            num_threads=torch.get_num_threads(),
+        )
+    )
+
+
+@contextmanager
+def _ended_on_error() -> Iterator[list[Ranks]]:
+    """Where building fails no rank that was started is left behind; one that is gone is named."""
+    started: list[Ranks] = []
+    try:
+        yield started
+    except BaseException as error:
+        explained = error
+        for ranks in started:
+            explained = ranks.explain(error)
+            ranks.close()
+        if explained is error:
+            raise
+        raise explained from error

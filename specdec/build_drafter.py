@@ -14,8 +14,10 @@ from specdec.sources import Source, load_source, read_source
 from specdec.tokenizer import compare_tokenizers
 from specdec.verifier.attention.base import AttentionBackend
 from specdec.verifier.kv_cache import KVCache
+from specdec.verifier.made import MadeModel
 from specdec.verifier.models.base import LanguageModel
 from specdec.verifier.models.llama import CausalLM
+from specdec.verifier.parallel.sharding import WHOLE, TensorParallel
 from specdec.verifier.peft_format import AdapterWeights
 
 NO_FEATURES = "it reads the target's hidden states, which model_impl='transformers' does not give"
@@ -23,12 +25,14 @@ DRAFTERS = "auto, ngram, suffix, layer_skip:N, eagle:PATH, medusa:PATH, mtp"
 
 
 def check_draft(
-    draft: str | Path | CausalLM | Drafter | None, target: Source, config: EngineConfig
+    draft: str | Path | CausalLM | MadeModel | Drafter | None,
+    target: Source,
+    config: EngineConfig,
 ) -> Source | None:
     """Refuse a drafter that cannot work, from files alone. A draft model's files, or None."""
     if draft is None or draft in ("ngram", "suffix"):
         return None
-    if isinstance(draft, CausalLM):
+    if isinstance(draft, CausalLM | MadeModel):
         return read_source(draft, config)
     if not isinstance(draft, str | Path):
         if isinstance(draft, type) or not callable(getattr(draft, "propose", None)):
@@ -65,27 +69,31 @@ def read_draft_lora(config: EngineConfig, draft: Source | None) -> dict[str, Ada
 
 
 def heavy_drafter(
-    draft: str | Path | CausalLM | Drafter | None,
+    draft: str | Path | CausalLM | MadeModel | Drafter | None,
     source: Source | None,
     target: LanguageModel,
     config: EngineConfig,
     backend: AttentionBackend,
     vocab_size: int,
+    tp: TensorParallel = WHOLE,
 ) -> Drafter | None:
-    """A drafter that brings weights or an object of the user's own; None for the others."""
+    """A drafter that brings weights or an object of the user's own; None for the others.
+
+    ``tp``: which part of a draft model this rank holds. A head is whole on every rank.
+    """
     if source is None:
-        if draft is None or isinstance(draft, str | Path | CausalLM):
+        if draft is None or isinstance(draft, str | Path | CausalLM | MadeModel):
             return None
         return draft if isinstance(draft, Drafter) else DrafterLike(draft)
     if source.head is not None:
         assert isinstance(target, CausalLM)
         return load_head(source.head, target, backend, vocab_size)
-    model = load_source(source, config, backend, target.device)
+    model = load_source(source, config, backend, target.device, tp)
     return DraftModelDrafter(model, vocab_size=vocab_size)
 
 
 def light_drafter(
-    draft: str | Path | CausalLM | Drafter,
+    draft: str | Path | CausalLM | MadeModel | Drafter,
     target: LanguageModel,
     kv_cache: KVCache,
     config: EngineConfig,

@@ -73,6 +73,9 @@ KOption = Annotated[
 ]
 DtypeOption = Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+RanksOption = Annotated[
+    int, typer.Option("--tensor-parallel-size", help="GPUs that hold the model together.")
+]
 ModeOption = Annotated[
     str,
     typer.Option(help="NONE, PIECEWISE, FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE."),
@@ -167,6 +170,7 @@ def generate(
     ] = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
+    tensor_parallel_size: RanksOption = 1,
     cudagraph_mode: ModeOption = DEFAULT_MODE,
     no_graph: NoGraphOption = False,
     compilation: CompilationOption = None,
@@ -206,6 +210,7 @@ def generate(
     fields: dict[str, Any] = {
         "dtype": dtype,
         "device": device,
+        "tensor_parallel_size": tensor_parallel_size,
         "cudagraph_mode": mode,
         "compilation_config": json_object("--compilation-config", compilation),
         "lora": {ADAPTER: lora} if lora is not None else None,
@@ -296,6 +301,7 @@ def graphs(
     ] = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
+    tensor_parallel_size: RanksOption = 1,
     cudagraph_mode: ModeOption = DEFAULT_MODE,
     capture_sizes: Annotated[
         str | None,
@@ -322,6 +328,7 @@ def graphs(
     fields: dict[str, Any] = {
         "dtype": dtype,
         "device": device,
+        "tensor_parallel_size": tensor_parallel_size,
         "cudagraph_mode": cudagraph_mode,
         "compilation_config": json_object("--compilation-config", compilation),
         "cudagraph_capture_sizes": sizes("--cudagraph-capture-sizes", capture_sizes),

@@ -76,7 +76,14 @@ class EngineConfig:
             position) instead of comparing, so that texts mean nothing; they come out empty, and
             generations are marked ``simulated``. A rate is the chance that a draft is accepted if
             those before it were.
-        debug: check the static addresses of every replay.
+        tensor_parallel_size: GPUs (or processes on the CPU) that hold the model together, each with
+            its part of every layer.
+        draft_tensor_parallel_size: the same for a draft model: that number, by default, or 1, which
+            keeps it whole on each of them.
+        symmetric_memory: several GPUs add small messages through memory that each can read of the
+            others, where that gives the bits of NCCL; False leaves all to NCCL.
+        debug: check the static addresses of every replay, and on several ranks that all of them
+            take the same graph and commit the same tokens.
     """
 
     dtype: str = "auto"
@@ -110,6 +117,9 @@ class EngineConfig:
     graph_memory_limit: int | None = None
     verify_graphs: bool = False
     simulated_acceptance: float | Sequence[float] | None = None
+    tensor_parallel_size: int = 1
+    draft_tensor_parallel_size: int | None = None
+    symmetric_memory: bool = True
     debug: bool = False
 
     def __post_init__(self) -> None:
@@ -119,10 +129,10 @@ class EngineConfig:
         _choose("capture", self.capture, ("eager", "lazy"))
         for name in (
             *("max_num_seqs", "max_model_len", "num_kv_blocks", "max_num_batched_tokens"),
-            "k_max",
+            *("k_max", "tensor_parallel_size", "draft_tensor_parallel_size"),
         ):
             _check_positive(name, getattr(self, name))
-        for name in ("max_num_batched_tokens", "k_max"):
+        for name in ("max_num_batched_tokens", "k_max", "tensor_parallel_size"):
             if getattr(self, name) is None:
                 raise TypeError(f"{name} must be an integer, got None")
         history = self.suffix_history
@@ -149,13 +159,18 @@ class EngineConfig:
                 raise ValueError(
                     f"steps_per_replay must be 'auto' or 1 to 8, got {self.steps_per_replay!r}"
                 )
+        if self.draft_tensor_parallel_size not in (None, 1, self.tensor_parallel_size):
+            raise ValueError(
+                f"draft_tensor_parallel_size must be 1 or tensor_parallel_size, "
+                f"{self.tensor_parallel_size}, got {self.draft_tensor_parallel_size}"
+            )
         self._check_adapters()
         for name in ("exact", "async_scheduling"):
             if getattr(self, name) not in (True, False, "auto"):
                 raise ValueError(
                     f"{name} must be True, False or 'auto', got {getattr(self, name)!r}"
                 )
-        for name in ("enable_prefix_caching", "debug", "verify_graphs"):
+        for name in ("enable_prefix_caching", "debug", "verify_graphs", "symmetric_memory"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
         self._check_compilation_config()

@@ -6,17 +6,19 @@ from collections.abc import Iterable, Mapping
 from specdec.drafters.base import Drafter
 from specdec.outputs import EngineStats
 from specdec.request import Request
+from specdec.runner import Runner
 
 logger = logging.getLogger(__name__)
 
 
-def before_step(drafter: Drafter | None, admitted: Iterable[Request]) -> None:
+def before_step(runner: Runner, admitted: Iterable[Request]) -> None:
     """Some requests have taken rows; then what the host knows goes to the device."""
-    if drafter is None:
-        return
-    for request in admitted:
-        drafter.enter(request.row, None if request.repeats_by_steps else request.cache_salt)
-    drafter.refresh()
+    runner.tell_drafter(
+        [
+            (request.row, None if request.repeats_by_steps else request.cache_salt)
+            for request in admitted
+        ]
+    )
 
 
 def from_sources(
@@ -44,11 +46,11 @@ def count(
         stats.record(adapter, drafted, accepted, sources, times)
 
 
-def after_end(drafter: Drafter | None, request: Request) -> None:
+def after_end(runner: Runner, request: Request) -> None:
     """A request has ended, and unless it failed its output is good text."""
-    if drafter is not None and request.finish_reason != "error":
+    if request.finish_reason != "error":
         try:
-            drafter.learn(request.output_ids, request.cache_salt)
+            runner.teach_drafter(request.output_ids, request.cache_salt)
         except Exception:
             # Its text is whole, and what the drafter has not learnt changes no other.
-            logger.exception("drafter %r failed to learn a text", drafter.name)
+            logger.exception("the drafter failed to learn a text")

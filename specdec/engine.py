@@ -6,6 +6,7 @@ import copy
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -15,9 +16,10 @@ from specdec.drafters.adaptive import AdaptiveK
 from specdec.ends import TextTail, close, commit, event
 from specdec.failures import find_culprit
 from specdec.intake import Intake, Prompt, prompts_of
-from specdec.launch import Launched, launch
+from specdec.launch import Launched, install, launch
 from specdec.lora import LoraManager, ReadAdapter, lora_names
 from specdec.outputs import EngineStats, Generation, StepRecord
+from specdec.parallel.ranks import RankLostError
 from specdec.params import SamplingParams, params_of
 from specdec.request import Request
 from specdec.results import result_of, results_of
@@ -72,6 +74,7 @@ class Engine:
         self.attention = parts.attention  # which backend serves the target, and why that one
         self.device = parts.runner.device
         self._runner = parts.runner
+        self._ranks = parts.ranks
         self._scheduler = parts.scheduler
         self._pool = parts.scheduler.pool
         self._intake: Intake = parts.intake
@@ -234,10 +237,12 @@ class Engine:
         if self._closed:
             return
         self._end(list(self._tails))
-        self._drain()
+        with suppress(RankLostError):
+            self._drain()
         self._closed = True
         self._runner.release()
         self._lora.release()
+        self._ranks.close()
 
     def __enter__(self) -> Self:
         return self
@@ -266,13 +271,14 @@ class Engine:
             return self._drain()
         of_last_step = len(self._launched)
         try:
-            self._install(plan)
+            install(self._runner, self._lora, plan)
             if not plan.is_empty:
                 self._track(*launch(self._runner, plan))
                 self._stats.prefill_chunks += len(plan.prefills)
         except BaseException as error:
             # Nothing of this step counts. What was launched before it is whole; its requests are
             # computed anew from what they have committed.
+            self._ranks.recover(error)
             self._drain()
             self._scheduler.give_back(plan)
             return self._end_culprit(plan, error)
@@ -309,16 +315,6 @@ class Engine:
                 self._adaptive.observe_cost(len(plan.decodes), plan.k, seconds / rounds)
             self._rounds.observe(rounds, seconds, self._waited)
         self._last_decode, self._waited = now if alone else None, 0.0
-
-    def _install(self, plan: StepPlan) -> None:
-        """Write the rows and block tables that this plan adds."""
-        self._lora.load_pending()
-        if plan.new_blocks:
-            entries = [(each.row, first, new) for each, first, new in plan.new_blocks]
-            self._runner.state.write_blocks(entries)
-        for request in plan.admitted:
-            self._runner.install(request)
-        draft_notes.before_step(self.drafter, plan.admitted)
 
     def _track(self, launched: list[Launched], records: list[StepRecord]) -> None:
         """Keep what has been launched until it is read, and note which graphs it took."""
@@ -381,7 +377,7 @@ class Engine:
 
     def _retire(self, request: Request) -> None:
         self._scheduler.finish(request)
-        draft_notes.after_end(self.drafter, request)
+        draft_notes.after_end(self._runner, request)
         self._lora.drop(request)
         self._num_grammars -= request.grammar is not None
         del self._tails[request]

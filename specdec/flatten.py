@@ -1,12 +1,27 @@
 """Chunks of several prompts as one flattened batch on the device."""
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from specdec.scheduler import PrefillChunk
 from specdec.verifier.attention.base import PAD_SLOT_ID, AttentionMetadata
 from specdec.verifier.batch import PrefillBatch
 from specdec.verifier.state import DecodeState, RowState
+
+
+class PromptChunk(NamedTuple):
+    """Tokens of one prompt, plain values."""
+
+    row: int
+    start: int
+    token_ids: list[int]
+    samples: bool  # its first output comes from here
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.token_ids)
 
 
 def upload(values: list, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -18,7 +33,7 @@ def upload(values: list, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def flatten_chunks(
-    chunks: list[PrefillChunk], state: DecodeState, sampled: bool, has_lora: bool = False
+    chunks: Sequence[PromptChunk], state: DecodeState, sampled: bool, has_lora: bool = False
 ) -> PrefillBatch:
     """The tokens of all chunks one after the other, with where each stands and is written.
 
@@ -29,15 +44,15 @@ def flatten_chunks(
     request_of_token: list[int] = []
     starts = [0]
     for number, chunk in enumerate(chunks):
-        ids += chunk.request.token_ids[chunk.start : chunk.end]
+        ids += chunk.token_ids
         positions += range(chunk.start, chunk.end)
-        request_of_token += [number] * (chunk.end - chunk.start)
+        request_of_token += [number] * len(chunk.token_ids)
         starts.append(len(ids))
 
     def on_device(values: list, dtype: torch.dtype = torch.int64) -> Tensor:
         return upload(values, dtype, state.device)
 
-    rows = RowState(state, on_device([chunk.request.row for chunk in chunks]), sampled, has_lora)
+    rows = RowState(state, on_device([chunk.row for chunk in chunks]), sampled, has_lora)
     position = on_device(positions)
     owner = on_device(request_of_token)
     block = rows.block_table[owner, position // state.block_size].long()
@@ -48,7 +63,7 @@ def flatten_chunks(
         seq_lens=ends.int(),
         block_table=rows.block_table,
         slot_mapping=block * state.block_size + position % state.block_size,
-        max_query_len=max(chunk.end - chunk.start for chunk in chunks),
+        max_query_len=max(len(chunk.token_ids) for chunk in chunks),
         uniform=False,
         adapter_slots=rows.adapter_slots[owner] if rows.adapter_slots is not None else None,
         state_rows=rows.slots,
@@ -56,7 +71,7 @@ def flatten_chunks(
     sampling = [number for number, chunk in enumerate(chunks) if chunk.samples]
     sampling_rows = None
     if sampling:
-        slots = on_device([chunks[number].request.row for number in sampling])
+        slots = on_device([chunks[number].row for number in sampling])
         sampling_rows = RowState(state, slots, sampled, has_lora)
     return PrefillBatch(
         rows=rows,

@@ -77,12 +77,14 @@ class EngineGraphs:
         memory_limit: int | None = None,
         debug: bool = False,
         verify_state: Sequence[Tensor] | None = None,
+        largest: Callable[[int], int] = int,
     ) -> None:
         """
         dispatcher: of the decode pass and of flattened batches.
         park: makes every batch row one of padding, and returns what puts the rows back.
         memory_limit: bytes that start-up captures may take; None is what the device has free.
         verify_state: what the passes both read and write; each graph's first replay is compared.
+        largest: the largest of all ranks' numbers, which must have the same graphs.
         """
         self.pool = pool
         self.flat = flat
@@ -92,6 +94,7 @@ class EngineGraphs:
         self._memory_limit = memory_limit
         self._debug = debug
         self._verify_state = verify_state
+        self._largest = largest
 
     def add_pass(
         self,
@@ -213,7 +216,7 @@ class EngineGraphs:
             done += 1
             before = self._num_bytes(key)
             self._capture(key, "greedy")
-            taken[key] = self._num_bytes(key) - before
+            taken[key] = self._largest(self._num_bytes(key) - before)
             return taken[key]
 
         with self.pool.capture_window():
@@ -278,7 +281,7 @@ class EngineGraphs:
             return self._memory_limit
         # A tenth stays free for what steps allocate outside of graphs.
         free, _ = torch.cuda.mem_get_info(self.pool.device)
-        return int(0.9 * free)
+        return -self._largest(-int(0.9 * free))
 
     def _has_graph(self, key: _Key, variant: str) -> bool:
         if key.of is None:
@@ -306,6 +309,7 @@ class EngineGraphs:
     def _capture(self, key: _Key, variant: str) -> bool:
         """Capture one key; False where that fails, and then the key is gone."""
         unpark = self._park()
+        failure = ""
         try:
             with self.pool.capture_window():
                 if key.of is None:
@@ -313,13 +317,16 @@ class EngineGraphs:
                 else:
                     self._capture_pass(key.of, key.descriptor, variant, key.rounds)
         except (CaptureError, torch.OutOfMemoryError) as error:
-            others = "one of one round" if key.rounds > 1 else "none"
-            logger.warning("%s; such batches take the next larger graph, or %s", error, others)
-            self._remove(key, str(error))
-            return False
+            failure = str(error)
         finally:
             unpark()
-        return True
+        if not self._largest(bool(failure)):
+            return True
+        failure = failure or f"{key}: another rank could not capture it"
+        others = "one of one round" if key.rounds > 1 else "none"
+        logger.warning("%s; such batches take the next larger graph, or %s", failure, others)
+        self._remove(key, failure)
+        return False
 
     def _capture_pass(
         self, each: UniformPass, descriptor: BatchDescriptor, variant: str, rounds: int

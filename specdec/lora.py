@@ -5,11 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specdec.adapters import Adapter, AdapterTable, find_adapter, make_table
+from specdec.adapter_memory import AdapterMemory
+from specdec.adapters import Adapter, AdapterTable, find_adapter, make_slots
 from specdec.config import EngineConfig
 from specdec.drafters.combined import CombinedDrafter
 from specdec.drafters.draft_model import DraftModelDrafter
 from specdec.intake import Intake
+from specdec.parallel.ranks import Ranks
 from specdec.request import Request
 from specdec.runner import Runner
 from specdec.scheduler import Scheduler
@@ -29,12 +31,18 @@ class LoraManager:
     """The adapters of one engine. Before the first there are neither slots nor LoRA graphs."""
 
     def __init__(
-        self, config: EngineConfig, runner: Runner, scheduler: Scheduler, intake: Intake
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        scheduler: Scheduler,
+        intake: Intake,
+        ranks: Ranks,
     ) -> None:
         self._config = config
         self._runner = runner
         self._scheduler = scheduler
         self._intake = intake
+        self._ranks = ranks
         self._model = runner.step.model
         drafter = runner.step.drafter
         self._drafter = drafter.second if isinstance(drafter, CombinedDrafter) else drafter
@@ -42,27 +50,27 @@ class LoraManager:
 
     def start(
         self,
-        table: AdapterTable,
+        memory: AdapterMemory,
         weights: Mapping[str, AdapterWeights],
         draft_weights: Mapping[str, AdapterWeights],
     ) -> None:
         """Take adapters from the start: before graphs are captured."""
-        self._use(table)
+        table = self._use(memory)
         for name, each in weights.items():
             table.add(name, each, draft_weights.get(name))
 
     def read(self, path: str | Path, draft_path: str | Path | None = None) -> ReadAdapter:
         """See ``Engine.read_lora``."""
         table = self._table
-        max_rank = self._config.max_lora_rank if table is None else table.slots.max_rank
+        max_rank = self._config.max_lora_rank if table is None else table.memory.slots.max_rank
         weights = read_adapter(path, self._model.config, max_rank=max_rank)
         draft_weights = None
         if draft_path is not None:
-            if table is None or table.draft_slots is None:
+            if table is None or table.memory.draft_slots is None:
                 raise ValueError("draft_path: this engine was not started with draft_lora")
             assert isinstance(self._drafter, DraftModelDrafter)
             draft_weights = read_adapter(
-                draft_path, self._drafter.model.config, max_rank=table.draft_slots.max_rank
+                draft_path, self._drafter.model.config, max_rank=table.memory.draft_slots.max_rank
             )
         return ReadAdapter(weights, draft_weights)
 
@@ -71,8 +79,9 @@ class LoraManager:
         table = self._table
         if table is None:
             assert isinstance(self._model, CausalLM)
-            table = make_table(self._config, self._model, [adapter.weights])
-            self._use(table)
+            table = self._use(
+                self._ranks.add_memory(make_slots(self._config, self._model, [adapter.weights]))
+            )
             if self._config.capture == "eager":
                 self._runner.capture_all()
         table.add(name, adapter.weights, adapter.draft_weights)
@@ -113,7 +122,7 @@ class LoraManager:
     def release(self) -> None:
         """Let go of the device memory."""
         if self._table is not None:
-            self._table.release()
+            self._table.memory.release()
 
     def check_integrity(self, alive: Iterable[Request], running: Iterable[Request]) -> None:
         """Raise AssertionError where an adapter is held other than once for each request."""
@@ -122,10 +131,12 @@ class LoraManager:
                 [request.adapter for request in alive], [request.adapter for request in running]
             )
 
-    def _use(self, table: AdapterTable) -> None:
-        table.attach()
+    def _use(self, memory: AdapterMemory) -> AdapterTable:
+        memory.attach()
+        table = AdapterTable(memory)
         self._table = self._scheduler.adapters = self._intake.adapters = table
-        self._runner.enable_lora(table.slots.max_loras)
+        self._runner.enable_lora(memory.slots.max_loras)
+        return table
 
 
 def lora_names(prompts: list[Any], lora: Any) -> list[str | None]:

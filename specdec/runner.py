@@ -1,20 +1,18 @@
 """Launches what the scheduler planned: picks the graph, replays it, and copies the results back."""
 
-import math
 import time
+import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from specdec.drafters.base import Draft
-from specdec.flatten import flatten_chunks, padding_prompts, upload
-from specdec.grammar import GrammarState
+from specdec.flatten import PromptChunk, flatten_chunks, padding_prompts, upload
 from specdec.graphs import EngineGraphs, Progress, UniformPass, uniform_only
 from specdec.outputs import StepRecord
-from specdec.request import Request
-from specdec.scheduler import PrefillChunk
+from specdec.rows import RequestRow
 from specdec.step import DecodeStep
 from specdec.verifier.batch import PassResult, PendingResult, PrefillBatch
 from specdec.verifier.context import set_forward_context
@@ -22,16 +20,8 @@ from specdec.verifier.dispatcher import CudagraphDispatcher
 from specdec.verifier.flat_model import FlatModel
 from specdec.verifier.graph import GraphRow
 from specdec.verifier.modes import BatchDescriptor, CUDAGraphMode
-from specdec.verifier.processors import MAX_STOP_IDS
 from specdec.verifier.state import RowState
 from specdec.verifier.tensor_tree import map_tensors
-
-# Past these a value decides everything already, and float32 would overflow on the way.
-MIN_TEMPERATURE, MAX_SHIFT, MAX_LOG_FACTOR = 1e-6, 1e20, 46.0
-
-
-def _in_range(value: float, low: float = -MAX_SHIFT) -> float:
-    return max(low, min(value, MAX_SHIFT)) if value else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,18 +55,26 @@ class Runner:
         debug: bool = False,
         verify: bool = False,
         rounds_at_start: bool = False,
+        largest: Callable[[int], int] = int,
+        watch: Callable[[], None] | None = None,
+        compare: Callable[[int, str], None] | None = None,
     ) -> None:
         """
         flat: the model that ``step`` calls, with the pool that all graphs share.
         dispatcher: of the decode pass and of batches with prompts; the others get their own.
         verify: compare each graph's first replay with an eager run.
         rounds_at_start: capture graphs of several rounds with the others, not on first use.
+        largest: see ``EngineGraphs``.
+        watch: called while results are waited for; raises where they will not come.
+        compare: raises where other ranks have another number for what it is called with.
         """
         self.step = step
         self._ks = sorted({query_len - 1 for query_len in query_lens})
         self.state = step.state
         self.device = step.state.device
         self._rows_in_slots: list[int] = []
+        self._watch = watch
+        self._compare = compare
         drafter = step.drafter
         self._host_drafts = drafter is not None and not drafter.capturable
         self._graphs = EngineGraphs(
@@ -87,6 +85,7 @@ class Runner:
             memory_limit=memory_limit,
             debug=debug,
             verify_state=step.changing_tensors if verify else None,
+            largest=largest,
         )
         # A split step verifies on its own: captured on first use where steps are whole.
         self._verify = self._graphs.add_pass(
@@ -193,41 +192,26 @@ class Runner:
     def graph_table(self) -> list[GraphRow]:
         return self._graphs.table()
 
-    def install(self, request: Request) -> None:
-        """Write a request's state row."""
-        params = request.params
-        self.state.write_row(
-            request.row,
-            request.token_ids,
-            {
-                "end": request.end,
-                "k": request.k,
-                "prompt_len": len(request.prompt_ids),
-                "draft_len": request.num_cached,
-                "top_k": min(params.top_k or 0, self.step.vocab_size),
-                "seed": request.seed,
-                "coupled": request.coupled,
-                "adapter": request.adapter_slot,
-            },
-            {
-                "temperature": _in_range(params.temperature, MIN_TEMPERATURE),
-                "top_p": params.top_p,
-                "min_p": params.min_p,
-            },
-        )
-        self.state.write_rules(
-            request.row,
-            bias={token: _in_range(bias) for token, bias in (params.logit_bias or {}).items()},
-            penalties=[
-                _in_range(params.presence_penalty),
-                _in_range(params.frequency_penalty),
-                max(-MAX_LOG_FACTOR, min(math.log(params.repetition_penalty), MAX_LOG_FACTOR)),
-            ],
-            min_tokens=min(params.min_tokens, request.end),
-            # Where there are more, the host ends the text at those that the device lets pass.
-            stop_ids=sorted(request.stop_ids)[:MAX_STOP_IDS],
-            bad_words=request.bad_words,
-        )
+    def write_blocks(self, entries: Sequence[tuple[int, int, list[int]]]) -> None:
+        """Add KV blocks to rows: see ``DecodeState.write_blocks``."""
+        self.state.write_blocks(entries)
+
+    def write_row(self, row: RequestRow) -> None:
+        """Install a request."""
+        row.write(self.state)
+
+    def tell_drafter(self, entered: Sequence[tuple[int, str | None]]) -> None:
+        """Requests have taken rows, see ``Drafter.enter``; the drafter is ready for a step then."""
+        drafter = self.step.drafter
+        if drafter is not None:
+            for row, group in entered:
+                drafter.enter(row, group)
+            drafter.refresh()
+
+    def teach_drafter(self, token_ids: Sequence[int], group: str) -> None:
+        """A text is whole, see ``Drafter.learn``."""
+        if self.step.drafter is not None:
+            self.step.drafter.learn(token_ids, group)
 
     def release(self) -> None:
         """Let go of the graphs and their memory."""
@@ -253,21 +237,22 @@ class Runner:
             rounds=rounds,
         )
         assert isinstance(result, PassResult)
-        return PendingResult(result, len(rows), with_logprobs=needs.with_logprobs), record
+        self._check_ranks(record, result)
+        return self.pending(result, len(rows), needs), record
 
     @torch.inference_mode()
     def mixed(
         self,
-        chunks: list[PrefillChunk],
+        chunks: Sequence[PromptChunk],
         rows: list[int],
         k: int,
         needs: Needs,
-        grammars: Sequence[GrammarState | None] = (),
+        first_masks: np.ndarray | None = None,
     ) -> tuple[PendingResult | None, PendingResult | None, StepRecord]:
         """Launch one flattened pass over chunks of prompts and the verify rows beside them.
 
-        ``grammars``: those of the prompts that end here, in order. Returns the results of the rows,
-        and of the prompts that end here.
+        ``first_masks``: [prompts that end here, 1, words] int32, what their first tokens may be.
+        Returns the results of the rows, and of the prompts that end here.
         """
         prompts = flatten_chunks(chunks, self.state, needs.sampled, needs.has_lora)
         verify_rows, draft = None, Draft(self.step.draft_ids[: len(rows), :0])
@@ -276,14 +261,7 @@ class Runner:
             self._run_catch_up(len(rows), k, needs)
             verify_rows = self.step.rows(len(rows), needs.sampled, needs.has_lora)
             draft = self._draft(len(rows), k, needs)
-        allowed = None
-        if any(grammar is not None for grammar in grammars):
-            words = self.step.allowed.shape[-1]
-            masks = np.full((len(grammars), 1, words), -1, dtype=np.int32)
-            for row, grammar in enumerate(grammars):
-                if grammar is not None:
-                    masks[row] = grammar.masks([], 1)[1]
-            allowed = torch.from_numpy(masks).to(self.device)
+        allowed = None if first_masks is None else torch.from_numpy(first_masks).to(self.device)
         num_tokens = prompts.input_ids.shape[0] + len(rows) * (1 + k)
         descriptor = BatchDescriptor(num_tokens, len(rows) + len(chunks), False, needs.has_lora)
         mode, padded = self._graphs.dispatch_flat(descriptor)
@@ -303,38 +281,43 @@ class Runner:
             k=k,
             reason=reason,
         )
+        results = [result for result in (verified, first) if result is not None]
+        self._check_ranks(record, *results)
         pending = [
-            PendingResult(result, result.packed.shape[0], with_logprobs=needs.with_logprobs)
-            if result is not None
-            else None
-            for result in (verified, first)
+            None if each is None else self.pending(each, each.packed.shape[0], needs)
+            for each in (verified, first)
         ]
         return pending[0], pending[1], record
 
-    @torch.inference_mode()
-    def split(
-        self,
-        rows: list[int],
-        k: int,
-        needs: Needs,
-        grammars: Sequence[GrammarState | None],
-    ) -> tuple[PendingResult, StepRecord]:
-        """Launch a uniform pass whose drafts the host looks at before they are verified.
+    def pending(self, result: PassResult, num_reqs: int, needs: Needs) -> PendingResult:
+        """The results of a launch, on their way to the host."""
+        return PendingResult(result, num_reqs, with_logprobs=needs.with_logprobs, watch=self._watch)
 
-        A draft that a row's grammar forbids is cut with all after it, and every verify row gets
-        the mask of its own prefix. Waits for the drafts.
-        """
-        count = len(rows)
+    def _check_ranks(self, record: StepRecord, *results: PassResult) -> None:
+        """In debug mode: every rank took the same graph, and commits the same tokens."""
+        if self._compare is None:
+            return
+        taken = repr((record.mode, record.descriptor, record.num_reqs, record.k, record.rounds))
+        self._compare(zlib.crc32(taken.encode()), f"the graph they took, {taken}")
+        tokens = b"".join(each.packed.cpu().numpy().tobytes() for each in results)
+        self._compare(zlib.crc32(tokens), f"the tokens they commit on {taken}")
+
+    @torch.inference_mode()
+    def draft_apart(self, rows: list[int], k: int, needs: Needs) -> Draft:
+        """Launch the drafting of a uniform pass alone: the host looks at its drafts next."""
         self._fill_slots(rows)
-        self._run_catch_up(count, k, needs)
-        draft = self._draft(count, k, needs)
-        ids = draft.ids.tolist()
-        step = self.step
-        masks = np.full((count, 1 + k, step.allowed.shape[-1]), -1, dtype=np.int32)
-        for row, grammar in enumerate(grammars):
-            if grammar is not None:
-                legal, masks[row] = grammar.masks(ids[row], 1 + k)
-                ids[row][legal:] = [-1] * (k - legal)
+        self._run_catch_up(len(rows), k, needs)
+        return self._draft(len(rows), k, needs)
+
+    @torch.inference_mode()
+    def verify_apart(
+        self, ids: list[list[int]], k: int, needs: Needs, masks: np.ndarray
+    ) -> tuple[PassResult, StepRecord]:
+        """Launch the verification of these drafts of ``draft_apart``'s rows.
+
+        ``masks``: [rows, 1 + k, words] int32, what may stand at each verify row.
+        """
+        step, count = self.step, len(ids)
         if k:
             step.draft_ids[:count, :k] = upload(ids, torch.int64, self.device)
             step.draft_ids[count:, :k] = -1
@@ -345,9 +328,8 @@ class Runner:
         # Rows without a grammar find all tokens allowed again.
         step.allowed[:count, : 1 + k] = -1
         assert isinstance(result, PassResult)
-        result = replace(result, num_from_first=draft.num_from_first)
-        pending = PendingResult(result, count, with_logprobs=needs.with_logprobs)
-        return pending, replace(record, reason="split step: response_format")
+        self._check_ranks(record, result)
+        return result, record
 
     def _draft(self, num_reqs: int, k: int, needs: Needs) -> Draft:
         """Drafts for verify rows that do not ride in the step's own graph."""

@@ -12,23 +12,25 @@ from specdec.tokenizer import Tokenizer, load_tokenizer
 from specdec.verifier.attention.base import AttentionBackend
 from specdec.verifier.hub import resolve_model
 from specdec.verifier.loading import load_any_model, read_config
+from specdec.verifier.made import MadeModel
 from specdec.verifier.models.base import LanguageModel
 from specdec.verifier.models.config import ModelConfig
 from specdec.verifier.models.llama import CausalLM
+from specdec.verifier.parallel.sharding import WHOLE, TensorParallel
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
     """A model before its weights are loaded: what its files say."""
 
-    model: str | Path | CausalLM | None
+    model: str | Path | CausalLM | MadeModel | None
     config: ModelConfig
     tokenizer: Tokenizer | None
     head: HeadCheckpoint | None = None  # not a model: a head for the target
 
 
-def read_source(model: str | Path | CausalLM | None, config: EngineConfig) -> Source:
-    if isinstance(model, CausalLM):
+def read_source(model: str | Path | CausalLM | MadeModel | None, config: EngineConfig) -> Source:
+    if isinstance(model, CausalLM | MadeModel):
         return Source(model, model.config, None)
     path = resolve_model(model)
     model_config = read_config(path, implementation=config.model_impl)
@@ -46,18 +48,27 @@ def check_device(field: str, model: object, device: torch.device) -> None:
 
 
 def load_source(
-    source: Source, config: EngineConfig, backend: AttentionBackend, device: torch.device
+    source: Source,
+    config: EngineConfig,
+    backend: AttentionBackend,
+    device: torch.device,
+    tp: TensorParallel = WHOLE,
 ) -> LanguageModel:
+    """``tp``: which part of the model to load; one that is loaded already is whole."""
     if isinstance(source.model, CausalLM):
         return source.model
+    dtype = dtype_of(config, source, device)
+    if isinstance(source.model, MadeModel):
+        return source.model.make(dtype=dtype, device=device, attention_backend=backend, tp=tp)
     with start_progress("loading") as progress:
         return load_any_model(
             source.model,
             source.config,
-            dtype=dtype_of(config, source, device),
+            dtype=dtype,
             device=device,
             attention_backend=backend,
             progress=progress,
+            tp=tp,
         )
 
 

@@ -152,10 +152,10 @@ def test_an_end_of_sequence_id_outside_the_vocabulary_is_harmless(tmp_path, mode
         assert_no_leak(engine)
 
 
-@pytest.mark.parametrize("field", ["tensor_parallel", "tensor_parallel_size"])
-def test_more_than_one_gpu_is_refused_by_name(spelled, field):
-    """C60: not offered, so it must not be dropped, since nobody starts the other ranks."""
+@pytest.mark.parametrize(("field", "value"), [("tensor_parallel", 2), ("tensor_parallel_size", 7)])
+def test_more_gpus_than_can_serve_are_refused_by_name(spelled, field, value):
+    """C60: what cannot be done must not be dropped, since nobody would start the other ranks."""
     with pytest.raises((ValueError, TypeError), match=field):
-        cpu_engine(spelled, None, **{field: 2})
+        cpu_engine(spelled, None, **{field: value})
     with pytest.raises((ValueError, TypeError), match=field):
-        generate(spelled, **{field: 2})
+        generate(spelled, **{field: value})

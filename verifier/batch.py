@@ -4,6 +4,7 @@ Shape letters: P requests that prefill, T tokens, R requests, Q query length.
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -112,8 +113,19 @@ class PendingResult:
     ``rounds``: passes of each row that it holds.
     """
 
-    def __init__(self, result: PassResult, num_reqs: int, *, with_logprobs: bool) -> None:
-        """``with_logprobs``: some row asked for them; else only ``packed`` is copied."""
+    def __init__(
+        self,
+        result: PassResult,
+        num_reqs: int,
+        *,
+        with_logprobs: bool,
+        watch: Callable[[], None] | None = None,
+    ) -> None:
+        """
+        with_logprobs: some row asked for them; else only ``packed`` is copied.
+        watch: called again and again while the copies are waited for; may raise.
+        """
+        self._watch = watch
         self.rounds = result.packed.shape[1] if result.packed.dim() == 3 else 1
         self._tensors = [result.packed]
         self._has_sources = result.num_from_first is not None
@@ -139,6 +151,8 @@ class PendingResult:
         """Until the copies are there. Returns the seconds that this took."""
         started = time.perf_counter()
         if self._event is not None:
+            while self._watch is not None and not self._event.query():
+                self._watch()
             self._event.synchronize()
         return time.perf_counter() - started
 

@@ -68,7 +68,7 @@ class FlatModel:
         if compilation.is_compiled:
             self._chain(has_lora=False)
 
-        device, config = model.device, model.config
+        device, config = model.device, model.local_config
 
         def integers(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=torch.int32, device=device)

@@ -155,7 +155,7 @@ def _compile_all(
 ) -> list[CompiledArtifact]:
     """Every distinct piece, by walking the chain on tensors that have shapes only."""
     fake = FakeTensorMode(shape_env=ShapeEnv())
-    config = model.config
+    config = model.local_config
     num_tokens = size or _HINT
 
     def example(*shape: int, dtype: torch.dtype) -> Tensor:

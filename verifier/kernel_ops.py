@@ -19,6 +19,7 @@ from specdec.kernels.lora import lora_embedding_, lora_linear, lora_linear_silu_
 from specdec.kernels.moe import apply_experts, route_experts
 from specdec.kernels.norm import add_rms_norm, rms_norm
 from specdec.kernels.rope import apply_rope
+from specdec.verifier.parallel.collectives import all_reduce
 
 _library = torch.library.Library("specdec", "FRAGMENT")
 
@@ -109,6 +110,8 @@ KERNEL_OPS: dict[Callable[..., Any], OpOverload] = {
         lora_linear_silu_mul,
         lambda x, weight, *_: _rows_by(x, weight.shape[0] // 2),
     ),
+    # An operator already, whoever calls it.
+    all_reduce: torch.ops.specdec.all_reduce.default,
     # The model reads the result alone, so that the operator need not write in place.
     lora_embedding_: _register(
         "lora_embedding(Tensor out, Tensor ids, Tensor a_stack, Tensor b_stack, "

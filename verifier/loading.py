@@ -26,6 +26,7 @@ from specdec.verifier.models.config import (
 from specdec.verifier.models.llama import CausalLM
 from specdec.verifier.models.mtp_names import mtp_tensors
 from specdec.verifier.models.registry import model_class
+from specdec.verifier.parallel.sharding import WHOLE, TensorParallel, cut_of
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -61,8 +62,11 @@ def load_model(
     device: torch.device | str = "cpu",
     attention_backend: AttentionBackend,
     progress: Progress | None = None,
+    tp: TensorParallel = WHOLE,
 ) -> CausalLM:
     """Load one of our own models for inference; ``dtype`` None keeps the checkpoint's.
+
+    ``tp``: which part of it; of each tensor nothing else reaches the device.
 
     Everything that can be refused is, before memory is allocated: errors as ``read_config``, and
     ValueError naming missing, unexpected or misshapen tensors and damaged files. ``progress`` is
@@ -75,12 +79,14 @@ def load_model(
         dtype=config.dtype if dtype is None else dtype,
         device=device,
         attention_backend=attention_backend,
+        tp=tp,
     )
     slots = model.weight_slots()
     for done, (name, slot) in enumerate(slots.items()):
         if progress is not None:
             progress(done, len(slots), name)
-        slot.copy_(checkpoint.read(name))
+        cut, tensor = cut_of(name, config, tp), checkpoint.read(name)
+        slot.copy_(tensor if cut is None else cut.of(tensor))
     return model.eval()
 
 
@@ -92,6 +98,7 @@ def load_any_model(
     device: torch.device | str,
     attention_backend: AttentionBackend,
     progress: Progress | None = None,
+    tp: TensorParallel = WHOLE,
 ) -> LanguageModel:
     """``load_model`` by the implementation that ``config``, of this model, was read for."""
     if config.implementation == "specdec":
@@ -101,6 +108,7 @@ def load_any_model(
             device=device,
             attention_backend=attention_backend,
             progress=progress,
+            tp=tp,
         )
     from specdec.verifier.models.transformers_lm import load_transformers_model
 
@@ -194,7 +202,11 @@ def truncate_layers(model: CausalLM, num_layers: int) -> CausalLM:
         )
     config = replace(model.config, num_layers=num_layers)
     short = model_class(config)(
-        config, dtype=model.dtype, device="meta", attention_backend=model.attention_backend
+        config,
+        dtype=model.dtype,
+        device="meta",
+        attention_backend=model.attention_backend,
+        tp=model.tp,
     )
     short.embed_tokens, short.norm, short.lm_head = model.embed_tokens, model.norm, model.lm_head
     short.layers = torch.nn.ModuleList(model.first_layers(num_layers))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from specdec.kernels.lora import lora_embedding_
 from specdec.verifier.models.lora import AdapterRows, LoraStack
+from specdec.verifier.parallel.sharding import Cut, cut_of
 from specdec.verifier.peft_format import EMBEDDING, HEAD, AdapterError, AdapterWeights
 
 # Regions of a slot start at multiples of this many elements, for aligned loads.
@@ -90,11 +91,12 @@ class LoraSlots:
             row = 0
             for number, (name, width) in enumerate(zip(region.names, region.parts, strict=True)):
                 if name in weights.sites:
-                    own_a, own_b = weights.sites[name]
+                    own_a, own_b = self._own_part(name, *weights.sites[name])
                     rank = own_b.shape[1]
-                    b[row : row + width, :rank] = own_b
+                    # A rank's part of a vocabulary may be padded.
+                    b[row : row + own_b.shape[0], :rank] = own_b
                     if name == EMBEDDING:
-                        a[:, :rank] = own_a.t()
+                        a[: own_a.shape[1], :rank] = own_a.t()
                     else:
                         first = number * self.max_rank
                         a[first : first + rank] = own_a
@@ -117,10 +119,27 @@ class LoraSlots:
         slots = self.model.weight_slots()
         for name, tensor in weights.base_weights.items():
             own = slots.get(f"{name}.weight", slots["model.embed_tokens.weight"])
+            cut = self._cut(name)
+            tensor = tensor if cut is None else cut.of(tensor)
             if own.shape != tensor.shape or not torch.equal(tensor.to(own.dtype), own.cpu()):
                 raise AdapterError(
                     f"adapter {weights.path!r} brings a {name} that is not this model's own"
                 )
+
+    def _cut(self, name: str) -> Cut | None:
+        return cut_of(f"{name}.weight", self.model.config, self.model.tp)
+
+    def _own_part(self, name: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's part of the factors of a projection: cut as its weight is.
+
+        a [r, in], of an embedding [r, vocab]; b [out, r].
+        """
+        cut = self._cut(name)
+        if cut is None:
+            return a, b
+        if name == EMBEDDING:
+            return a.narrow(1, cut.start, cut.length), b
+        return (cut.of(a), b) if cut.dim == 1 else (a, cut.of(b))
 
     def load(self, slot: int, packed: Tensor | None) -> None:
         """Copy an adapter into a slot, or clear it; ordered after all work launched before."""

@@ -8,6 +8,7 @@ from specdec.sources import Source
 from specdec.tokenizer import Tokenizer
 from specdec.verifier.hub import resolve_model
 from specdec.verifier.loading import check_weights
+from specdec.verifier.made import MadeModel
 from specdec.verifier.models.llama import CausalLM
 
 # A turn of each source, to see how a template writes the end of one.
@@ -37,7 +38,7 @@ def model_checks(source: Source, role: str) -> Iterator[Check]:
 
 def _weights(source: Source, role: str) -> Check:
     name = f"{role} weights"
-    if isinstance(source.model, CausalLM):
+    if isinstance(source.model, CausalLM | MadeModel):
         return Check(name=name, status=OK, found="the model is in memory already")
     # A hub id's weights may be large, and are not fetched to be looked at.
     path = resolve_model(source.model)

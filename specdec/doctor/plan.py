@@ -23,6 +23,7 @@ from specdec.verifier.attention.select import BackendChoice, choose_backend, def
 from specdec.verifier.checkpoint import SafetensorsCheckpoint
 from specdec.verifier.dispatcher import CudagraphDispatcher
 from specdec.verifier.hub import resolve_model
+from specdec.verifier.made import MadeModel
 from specdec.verifier.models.base import LanguageModel
 from specdec.verifier.models.llama import CausalLM
 from specdec.verifier.models.registry import model_class
@@ -176,7 +177,7 @@ class _Listed:
     """The sizes of a model of transformers, as its checkpoint lists them."""
 
     def __init__(self, source: Source, dtype: torch.dtype) -> None:
-        assert not isinstance(source.model, CausalLM)
+        assert not isinstance(source.model, CausalLM | MadeModel)
         shapes = SafetensorsCheckpoint(resolve_model(source.model, weights=True)).shapes()
         self.config, self.dtype = source.config, dtype
         self._weights = [torch.empty(s, dtype=dtype, device="meta") for s in shapes.values()]

@@ -42,9 +42,11 @@ class ServePlan:
 
 
 def gpus_of_replicas(
-    num_replicas: int, device: str, environ: Mapping[str, str]
+    num_replicas: int, device: str, environ: Mapping[str, str], gpus_each: int = 1
 ) -> list[str] | None:
     """The value of CUDA_VISIBLE_DEVICES of each replica; None where they run on the CPU.
+
+    ``gpus_each``: that hold a replica's model together (``tensor_parallel_size``).
 
     Raises ValueError where there are too few GPUs, or where ``device`` names one of them.
     """
@@ -58,11 +60,13 @@ def gpus_of_replicas(
     num_gpus = torch.cuda.device_count()
     if not num_gpus and device == "auto":
         return None
-    if num_gpus < num_replicas:
-        raise ValueError(f"--replicas {num_replicas}: this machine shows {num_gpus} GPUs")
+    if num_gpus < num_replicas * gpus_each:
+        each = f" of {gpus_each} GPUs each" if gpus_each > 1 else ""
+        raise ValueError(f"--replicas {num_replicas}{each}: this machine shows {num_gpus} GPUs")
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else [str(number) for number in range(num_gpus)]
-    return [name.strip() for name in names[:num_replicas]]
+    firsts = range(0, num_replicas * gpus_each, gpus_each)
+    return [",".join(name.strip() for name in names[i : i + gpus_each]) for i in firsts]
 
 
 def environments(

@@ -28,7 +28,8 @@ def serve_replicas(
     ``on_ready`` is given what each replica says of its graphs. Raises ValueError where a replica
     does not start, or there are fewer GPUs than replicas.
     """
-    gpus = gpus_of_replicas(num_replicas, plan.fields["device"], os.environ)
+    gpus_each = max(1, plan.fields.get("tensor_parallel_size", 1))
+    gpus = gpus_of_replicas(num_replicas, plan.fields["device"], os.environ, gpus_each)
     environs = environments(num_replicas, gpus, os.environ, os.cpu_count() or 1)
     router: Router[int] = Router(max_adapters=plan.fields.get("max_loras") or 8)
     asyncio.run(_serve(plan, settings, bound, environs, router, drain_timeout, on_ready))

@@ -96,6 +96,9 @@ def serve(
     ] = 1,
     dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    tensor_parallel_size: Annotated[
+        int, typer.Option(help="GPUs that hold the model together.")
+    ] = 1,
     cudagraph_mode: Annotated[
         str, typer.Option(help="NONE, PIECEWISE, FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE.")
     ] = "FULL_AND_PIECEWISE",
@@ -172,6 +175,7 @@ def serve(
         "max_lora_rank": max_lora_rank,
         "dtype": dtype,
         "device": device,
+        "tensor_parallel_size": tensor_parallel_size,
         "cudagraph_mode": cudagraph_mode,
         "compilation_config": json_object("--compilation-config", compilation),
         "capture": capture,

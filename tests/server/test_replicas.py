@@ -175,6 +175,11 @@ def test_each_replica_takes_a_gpu_of_its_own(monkeypatch) -> None:
         *("4", "GPU-ab", "6")
     ]
     assert gpus_of_replicas(4, "cpu", {}) is None
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 5)
+    assert gpus_of_replicas(2, "cuda", {}, 2) == ["0,1", "2,3"]
+    with pytest.raises(ValueError, match=r"--replicas 3 of 2 GPUs each: .* 5 GPUs"):
+        gpus_of_replicas(3, "cuda", {}, 2)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
     with pytest.raises(ValueError, match=r"--replicas 4: .* 3 GPUs"):
         gpus_of_replicas(4, "auto", {})
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)

@@ -14,6 +14,7 @@ class LanguageModel(Protocol):
     """A decoder-only language model over a paged KV cache, for inference."""
 
     config: ModelConfig
+    local_config: ModelConfig  # of what this rank holds; the same where there is one rank
     attention_backend: AttentionBackend
 
     @property

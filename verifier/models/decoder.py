@@ -13,6 +13,7 @@ from specdec.verifier.models.layers import MLP, Attention, Linear, WeightSlot, e
 from specdec.verifier.models.lora import AdapterRows
 from specdec.verifier.models.mamba import MambaMixer
 from specdec.verifier.models.moe import SparseMLP
+from specdec.verifier.parallel.sharding import WHOLE, TensorParallel
 
 
 class DecoderLayer(nn.Module):
@@ -23,9 +24,11 @@ class DecoderLayer(nn.Module):
         config: ModelConfig,
         index: int,
         *,
+        tp: TensorParallel = WHOLE,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
+        """``config``: of this rank's part of the layer."""
         super().__init__()
 
         def norm() -> nn.Parameter:
@@ -41,7 +44,9 @@ class DecoderLayer(nn.Module):
         if config.is_recurrent(index):
             self.attention = MambaMixer(config, dtype=dtype, device=device)
         elif config.latent is None:
-            self.attention = Attention(config, sliding_window=window, dtype=dtype, device=device)
+            self.attention = Attention(
+                config, sliding_window=window, tp=tp, dtype=dtype, device=device
+            )
         else:
             self.attention = LatentAttention(config, dtype=dtype, device=device)
         self.names = config.family.names
@@ -51,9 +56,11 @@ class DecoderLayer(nn.Module):
         self.attention_out_norm = norm() if config.family.is_gemma else None
         self.mlp_out_norm = norm() if config.family.is_gemma else None
         is_sparse = config.moe is not None and index not in config.moe.dense_layers
-        self.mlp: MLP | SparseMLP = (SparseMLP if is_sparse else MLP)(
-            config, dtype=dtype, device=device
-        )
+        self.mlp: MLP | SparseMLP
+        if is_sparse:
+            self.mlp = SparseMLP(config, dtype=dtype, device=device)
+        else:
+            self.mlp = MLP(config, dtype=dtype, device=device, tp=tp)
 
     def forward(
         self,

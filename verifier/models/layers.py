@@ -14,6 +14,8 @@ from specdec.kernels.norm import rms_norm
 from specdec.verifier.attention.op import LayerAttention, PagedAttention
 from specdec.verifier.models.config import ModelConfig
 from specdec.verifier.models.lora import AdapterRows, LoraStack
+from specdec.verifier.parallel.collectives import all_reduce
+from specdec.verifier.parallel.sharding import WHOLE, TensorParallel
 
 # A checkpoint tensor's name and the memory, of its shape, that it is copied to.
 WeightSlot = tuple[str, Tensor]
@@ -37,19 +39,31 @@ class Linear(nn.Module):
         bias: bool,
         dtype: torch.dtype,
         device: torch.device | str,
+        sum_over: str = "",
     ) -> None:
+        """``sum_over``: the ranks that hold the other columns, and add their products."""
         super().__init__()
         self.parts = parts
+        self.sum_over = sum_over
         rows = sum(parts.values())
         self.weight = empty_parameter(rows, in_features, dtype=dtype, device=device)
         self.bias = empty_parameter(rows, dtype=dtype, device=device) if bias else None
         self.adapters: LoraStack | None = None
 
     def forward(self, x: Tensor, adapter_rows: AdapterRows | None = None) -> Tensor:
-        """x [T, in_features]; ``adapter_rows`` of the T rows, or None for a batch without."""
+        """x [T, in_features]; ``adapter_rows`` of the T rows, or None for a batch without.
+
+        A product that is summed over ranks is rounded on each, then their sum, then the bias.
+        """
+        bias = None if self.sum_over else self.bias
         if adapter_rows is None or self.adapters is None:
-            return linear(x, self.weight, self.bias)
-        return self.adapters.linear(x, self.weight, self.bias, adapter_rows)
+            out = linear(x, self.weight, bias)
+        else:
+            out = self.adapters.linear(x, self.weight, bias, adapter_rows)
+        if not self.sum_over:
+            return out
+        out = all_reduce(out, self.sum_over)
+        return out if self.bias is None else out + self.bias
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         first = 0
@@ -68,9 +82,11 @@ class Attention(nn.Module):
         config: ModelConfig,
         *,
         sliding_window: int | None = None,
+        tp: TensorParallel = WHOLE,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
+        """``config``: of this rank's heads alone."""
         super().__init__()
         self.num_heads = config.num_heads
         self.num_kv_heads = config.num_kv_heads
@@ -93,6 +109,7 @@ class Attention(nn.Module):
             bias=config.o_bias,
             dtype=dtype,
             device=device,
+            sum_over=tp.group,
         )
         self.q_norm = self.k_norm = None
         if config.qk_norm:
@@ -151,8 +168,9 @@ class MLP(nn.Module):
         dtype: torch.dtype,
         device: torch.device | str,
         width: int | None = None,
+        tp: TensorParallel = WHOLE,
     ) -> None:
-        """``width``: features inside; ``intermediate_size`` of the config by default."""
+        """``width``: this rank's features inside; ``intermediate_size`` by default."""
         super().__init__()
         width = width or config.intermediate_size
         self.activation = config.family.activation
@@ -169,6 +187,7 @@ class MLP(nn.Module):
             bias=config.mlp_bias,
             dtype=dtype,
             device=device,
+            sum_over=tp.group,
         )
 
     def forward(self, x: Tensor, adapter_rows: AdapterRows | None = None) -> Tensor:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from specdec.kernels.argmax import argmax
-from specdec.kernels.linear import linear, linear_argmax
+from specdec.kernels.argmax import argmax, best_of_parts, best_part
+from specdec.kernels.linear import linear, linear_argmax, linear_best_part
 from specdec.kernels.lora import lora_embedding_
 from specdec.kernels.norm import rms_norm
 from specdec.verifier.attention.base import AttentionBackend, AttentionMetadata
@@ -19,6 +19,14 @@ from specdec.verifier.models.decoder import DecoderLayer
 from specdec.verifier.models.layers import Linear, empty_parameter
 from specdec.verifier.models.lora import AdapterRows, LoraStack
 from specdec.verifier.models.rope import cos_sin_table
+from specdec.verifier.parallel.collectives import all_gather, all_reduce
+from specdec.verifier.parallel.sharding import (
+    WHOLE,
+    TensorParallel,
+    local_config,
+    padded_vocab_part,
+    vocab_part,
+)
 from specdec.verifier.recurrent import RecurrentStates
 
 
@@ -35,23 +43,26 @@ class CausalLM(nn.Module):
         dtype: torch.dtype,
         device: torch.device | str,
         attention_backend: AttentionBackend,
+        tp: TensorParallel = WHOLE,
     ) -> None:
+        """``tp``: which part of the model this one is; hidden states are the whole model's."""
         super().__init__()
         self.config = config
+        self.tp = tp
+        self.local_config = local_config(config, tp)
         self.attention_backend = attention_backend
-        self.embed_tokens = empty_parameter(
-            config.vocab_size, config.hidden_size, dtype=dtype, device=device
-        )
+        vocabulary = padded_vocab_part(config.vocab_size, tp), config.hidden_size
+        self.vocab_part = vocab_part(config.vocab_size, tp)
+        self.embed_tokens = empty_parameter(*vocabulary, dtype=dtype, device=device)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, i, dtype=dtype, device=device) for i in range(config.num_layers)
+            DecoderLayer(self.local_config, i, tp=tp, dtype=dtype, device=device)
+            for i in range(config.num_layers)
         )
         self.norm = empty_parameter(config.hidden_size, dtype=dtype, device=device)
         # A tied head is the embedding itself, not another parameter.
         self.lm_head = self.embed_tokens
         if not config.tie_word_embeddings:
-            self.lm_head = empty_parameter(
-                config.vocab_size, config.hidden_size, dtype=dtype, device=device
-            )
+            self.lm_head = empty_parameter(*vocabulary, dtype=dtype, device=device)
         # Hidden states that a pass gives beside its last: those after this many layers.
         self.feature_layers: tuple[int, ...] = ()
         self.embed_adapters: LoraStack | None = None
@@ -161,10 +172,18 @@ class CausalLM(nn.Module):
 
     def embed(self, input_ids: Tensor, adapter_rows: AdapterRows | None = None) -> Tensor:
         """The residual stream before the first layer, [T, hidden]."""
-        residual = F.embedding(input_ids, self.embed_tokens)
+        ids, is_elsewhere = input_ids, None
+        if self.tp.size > 1:
+            ids = input_ids - self.vocab_part.start
+            is_elsewhere = (ids < 0) | (ids >= len(self.vocab_part))
+            ids = ids.masked_fill(is_elsewhere, 0)
+        residual = F.embedding(ids, self.embed_tokens)
         if adapter_rows is not None and self.embed_adapters is not None:
             a, b = self.embed_adapters.a, self.embed_adapters.b
-            residual = lora_embedding_(residual, input_ids, a, b, adapter_rows.slots)
+            residual = lora_embedding_(residual, ids, a, b, adapter_rows.slots)
+        if is_elsewhere is not None:
+            residual = residual.masked_fill(is_elsewhere[:, None], 0)
+            residual = all_reduce(residual, self.tp.group)
         return residual if self.embedding_scale == 1.0 else residual * self.embedding_scale
 
     def first_norm(self, residual: Tensor) -> Tensor:
@@ -182,6 +201,14 @@ class CausalLM(nn.Module):
 
         ``adapter_slots`` [N], or None for rows without adapters.
         """
+        logits = self._own_logits(hidden, adapter_slots)
+        if self.tp.size == 1:
+            return logits
+        parts = all_gather(logits, self.tp.group)  # [N, T, rows of a part]
+        return parts.transpose(0, 1).flatten(1)[:, : self.config.vocab_size]
+
+    def _own_logits(self, hidden: Tensor, adapter_slots: Tensor | None) -> Tensor:
+        """The logits of this rank's part of the vocabulary, padding included."""
         logits = linear(hidden, self.lm_head, out_dtype=torch.float32)
         if adapter_slots is not None and self.head_adapters is not None:
             self.head_adapters.add_delta_(logits, hidden, adapter_slots)
@@ -201,12 +228,23 @@ class CausalLM(nn.Module):
         or a soft cap, which makes large ones equal, has its say.
         """
         is_adapted = adapter_slots is not None and self.head_adapters is not None
-        if is_adapted or self.config.logit_soft_cap is not None:
-            return argmax(self.compute_logits(hidden, adapter_slots), vocab_size)
+        needs_logits = is_adapted or self.config.logit_soft_cap is not None
+        if self.tp.size > 1:
+            # The best of each part; no rank sees the logits of another.
+            first, own = self.vocab_part.start, self.vocab_part
+            end = self.config.vocab_size if vocab_size is None else vocab_size
+            limit = max(0, min(end, own.stop) - first)
+            if needs_logits:
+                best = best_part(self._own_logits(hidden, adapter_slots), limit, first)
+            else:
+                best = linear_best_part(hidden, self.lm_head, limit, first)
+            return best_of_parts(all_gather(best, self.tp.group))
+        if needs_logits:
+            return argmax(self._own_logits(hidden, adapter_slots), vocab_size)
         return linear_argmax(hidden, self.lm_head, vocab_size)
 
     def kv_bytes_per_block(self, block_size: int) -> int:
-        config = self.config
+        config = self.local_config
         positions = (2 if config.latent is None else 1) * config.num_attention_layers * block_size
         return positions * config.num_kv_heads * config.head_size * self.dtype.itemsize
 
@@ -228,7 +266,7 @@ class CausalLM(nn.Module):
             num_layers=self.config.num_attention_layers,
             num_blocks=num_blocks,
             block_size=block_size,
-            num_kv_heads=self.config.num_kv_heads,
+            num_kv_heads=self.local_config.num_kv_heads,
             head_size=self.config.head_size,
             dtype=self.dtype,
             device=self.device,
@@ -244,12 +282,23 @@ class CausalLM(nn.Module):
     def weight_slots(self) -> dict[str, Tensor]:
         """Where each tensor of a checkpoint goes: its Hugging Face name -> a view of the weights.
 
-        A tied head has no slot.
+        Of one rank among several it is the ``cut_of`` that name. A tied head has no slot.
         """
-        slots: dict[str, Tensor] = {"model.embed_tokens.weight": self.embed_tokens}
+        slots: dict[str, Tensor] = {"model.embed_tokens.weight": self._own_rows(self.embed_tokens)}
         for i, layer in enumerate(self.first_layers()):
             slots |= layer.weight_slots(f"model.layers.{i}")
         slots[f"model.{self.config.family.names.final_norm}.weight"] = self.norm
         if not self.config.tie_word_embeddings:
-            slots["lm_head.weight"] = self.lm_head
+            slots["lm_head.weight"] = self._own_rows(self.lm_head)
         return slots
+
+    def whole_vocabulary(self, weight: Tensor) -> Tensor:
+        """The embedding or head, ``weight``, with the rows of all ranks. They must all ask."""
+        if self.tp.size == 1:
+            return weight
+        return all_gather(weight, self.tp.group).flatten(0, 1)[: self.config.vocab_size]
+
+    def _own_rows(self, weight: Tensor) -> Tensor:
+        """Those of this rank's ids, without the padding behind them."""
+        own = len(self.vocab_part)
+        return weight if own == weight.shape[0] else weight[:own]

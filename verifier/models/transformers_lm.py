@@ -153,7 +153,7 @@ class TransformersLM(nn.Module):
 
     def __init__(self, hf: Any, config: ModelConfig, attention_backend: AttentionBackend) -> None:
         super().__init__()
-        self.config = config
+        self.config = self.local_config = config
         self.attention_backend = attention_backend
         self.base = hf.base_model
         self.head = head_of(hf)
