@@ -70,41 +70,48 @@ def bounded(x):
 
 
 @triton.jit
-def attend_leaf(
-    q,  # [BLOCK_D, BLOCK_M], zero past the head size
-    last,  # [BLOCK_M] int32: the last key each row sees; -1 for none
-    first,  # [BLOCK_M] int32: the first one; read where WINDOWED
-    leaf,  # which leaf
-    num_keys,  # keys at or past this are not read
+def load_leaf(
+    keys,  # [LEAF] int32: positions
+    wanted,  # [LEAF]: which of them to read; the others are zero
     key_cache,  # at the first slot's row of this head
     value_cache,  # the same, at the first of the BLOCK_V features that are wanted
     blocks,  # [LEAF] int32: the block of each key
-    scale_log2,
-    cap_scale,  # what a product is multiplied by inside the tanh; read where CAPPED
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     SLOT_STRIDE: tl.constexpr,
+):
+    """Keys [LEAF, BLOCK_D] and values [LEAF, BLOCK_V] of a leaf."""
+    slot = blocks.to(tl.int64) * BLOCK_SIZE + keys % BLOCK_SIZE
+    features = tl.arange(0, BLOCK_D)
+    offsets = slot[:, None] * SLOT_STRIDE + features[None, :]
+    mask = wanted[:, None] & (features < D)[None, :]
+    k = tl.load(key_cache + offsets, mask=mask, other=0.0)
+    if BLOCK_V == BLOCK_D:
+        v = tl.load(value_cache + offsets, mask=mask, other=0.0)
+    else:
+        some = slot[:, None] * SLOT_STRIDE + tl.arange(0, BLOCK_V)[None, :]
+        v = tl.load(value_cache + some, mask=wanted[:, None], other=0.0)
+    return k, v
+
+
+@triton.jit
+def attend_leaf(
+    q,  # [BLOCK_D, BLOCK_M], zero past the head size
+    k,  # [LEAF, BLOCK_D]
+    v,  # [LEAF, BLOCK_V]
+    keys,  # [LEAF] int32: positions
+    last,  # [BLOCK_M] int32: the last key each row sees; -1 for none
+    first,  # [BLOCK_M] int32: the first one; read where WINDOWED
+    scale_log2,
+    cap_scale,  # what a product is multiplied by inside the tanh; read where CAPPED
     LEAF: tl.constexpr,
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One leaf for a tile of query rows: (top [M], mass [M], acc [BLOCK_V, M]) in float32."""
-    keys = leaf * LEAF + tl.arange(0, LEAF)
-    held = keys < num_keys
-    slot = blocks.to(tl.int64) * BLOCK_SIZE + keys % BLOCK_SIZE
-    features = tl.arange(0, BLOCK_D)
-    offsets = slot[:, None] * SLOT_STRIDE + features[None, :]
-    mask = held[:, None] & (features < D)[None, :]
-    k = tl.load(key_cache + offsets, mask=mask, other=0.0)
-    if BLOCK_V == BLOCK_D:
-        v = tl.load(value_cache + offsets, mask=mask, other=0.0)
-    else:
-        some = slot[:, None] * SLOT_STRIDE + tl.arange(0, BLOCK_V)[None, :]
-        v = tl.load(value_cache + some, mask=held[:, None], other=0.0)
-
     scores = tl.dot(k, q, input_precision=PRECISION)  # [LEAF, BLOCK_M]
     if CAPPED:
         scores = bounded(scores * cap_scale)
@@ -165,26 +172,20 @@ def attend_leaves(
             blocks = tl.where(is_known, known, blocks)
         else:
             blocks = tl.load(block_table + keys // BLOCK_SIZE, mask=keys < num_keys, other=0)
-        leaf_top, leaf_mass, leaf_acc = attend_leaf(
-            q,
-            last,
-            first,
-            leaf,
-            num_keys,
+        k, v = load_leaf(
+            keys,
+            keys < num_keys,
             key_cache,
             value_cache,
             blocks,
-            scale_log2,
-            cap_scale,
             D,
             BLOCK_D,
             BLOCK_V,
             BLOCK_SIZE,
             SLOT_STRIDE,
-            LEAF,
-            WINDOWED,
-            CAPPED,
-            PRECISION,
+        )
+        leaf_top, leaf_mass, leaf_acc = attend_leaf(
+            q, k, v, keys, last, first, scale_log2, cap_scale, LEAF, WINDOWED, CAPPED, PRECISION
         )
         node_top, node_mass, node_acc = fold(
             node_top, node_mass, node_acc, leaf_top, leaf_mass, leaf_acc, scale_log2

@@ -17,7 +17,7 @@ from torch import Tensor
 from specdec.kernels.attention_mixed import mixed_kernel
 from specdec.kernels.attention_tree import NODE, leaf_size
 from specdec.kernels.attention_uniform import uniform_kernel
-from specdec.kernels.launch import pdl_options
+from specdec.kernels.launch import pdl_options, reads_early
 
 # Bytes of scratch beyond which long batches are not split over keys.
 MAX_SCRATCH_BYTES = 256 << 20
@@ -71,6 +71,8 @@ class TileConfig:
     # then a power of two), and whether blocks and parts are asked for before they are needed.
     slices: int = 1
     ahead: bool = False
+    # Whether keys of earlier passes are read before the kernel in front is over.
+    keys_first: bool = False
 
 
 def max_tile_rows(block_d: int, itemsize: int) -> int:
@@ -226,11 +228,13 @@ def paged_attention(
         max_items,
         scale_log2,
         cap_scale,
+        reads_early(query),
         Q=max_query_len,
         DV=value_size,
         BLOCK_V=block_v,
         SLICES=config.slices,
         AHEAD=config.ahead,
+        KEYS_FIRST=config.keys_first and not sliding_window,
         TILES=tiles,
         TILE_ROWS=tile_rows,
         PART=part_size,
@@ -239,6 +243,6 @@ def paged_attention(
         STAGES=config.stages,
         num_warps=config.num_warps,
         **common,
-        **pdl_options(query),
+        **pdl_options(query, lets_in=config.keys_first),
     )
     return out

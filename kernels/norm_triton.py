@@ -9,18 +9,49 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.kernels.launch import pdl_options, wait_for_inputs
+from specdec.kernels.launch import pdl_options, reads_early, wait_for_inputs, wait_unless_early
+
+
+# Of a row of 16-bit features: 16 bytes for each thread.
+FEATURES_PER_WARP = tl.constexpr(256)
 
 
 def row_warps(block: int) -> int:
     """Warps for a row of ``block`` features (a power of two)."""
-    return max(1, min(16, block // 256))
+    return max(1, min(16, block // FEATURES_PER_WARP.value))
+
+
+@triton.jit
+def sum_of_squares(x, WARPS: tl.constexpr = 1):
+    """Sum of squares of each row. x [rows, a power of two] float32 -> [rows].
+
+    Neighbours are added in pairs, then neighbouring sums: an order that no layout changes, and in
+    which rows with zeros after them have the sums of rows without. WARPS: how many share a row; the
+    last sum of each goes to one, once.
+    """
+    x = x * x
+    for _ in tl.static_range(32):
+        if x.shape[1] > 1:
+            pairs = x.reshape(x.shape[0], x.shape[1] // 2, 2)
+            if x.shape[1] == WARPS:
+                one, other = tl.split(pairs)
+                x = one + other
+            else:
+                x = tl.sum(pairs, axis=2)
+    return x.reshape(x.shape[0])
+
+
+@triton.jit
+def inverse_of_total(total, eps, D: tl.constexpr):
+    """1 / sqrt(mean + eps) of D squares that sum up to ``total``."""
+    return tl.rsqrt(total / D + eps)
 
 
 @triton.jit
 def inverse_rms(x, eps, D: tl.constexpr):
-    """1 / sqrt(mean(x^2) + eps) of one row. x [BLOCK] float32, zero past D."""
-    return tl.rsqrt(tl.sum(x * x, axis=0) / D + eps)
+    """1 / sqrt(mean(x^2) + eps) of one row. x [BLOCK] float32, zero past D -> [1]."""
+    WARPS: tl.constexpr = x.shape[0] // FEATURES_PER_WARP
+    return inverse_of_total(sum_of_squares(x.reshape(1, x.shape[0]), WARPS), eps, D)
 
 
 @triton.jit
@@ -38,7 +69,7 @@ def scale_row(x, inverse, weight, dtype: tl.constexpr, UNIT_OFFSET: tl.constexpr
     return (scaled * weight).to(dtype)
 
 
-@triton.jit(do_not_specialize=["outer_stride", "inner_stride", "inner"])
+@triton.jit(do_not_specialize=["outer_stride", "inner_stride", "inner", "early"])
 def _rms_norm_kernel(
     x,  # row r starts at (r // inner) * outer_stride + (r % inner) * inner_stride
     residual,  # [T, D], or anything without HAS_RESIDUAL
@@ -49,16 +80,19 @@ def _rms_norm_kernel(
     inner_stride,
     inner,
     eps,
+    early,
     HAS_RESIDUAL: tl.constexpr,
     UNIT_OFFSET: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < D
+    wait_unless_early(early, PDL)
+    scale = tl.load(weight + columns, mask=mask, other=0.0)
+    wait_for_inputs(PDL)
     dtype: tl.constexpr = out.dtype.element_ty
     start = row // inner * outer_stride + row % inner * inner_stride
     values = tl.load(x + start + columns, mask=mask, other=0.0).to(tl.float32)
@@ -67,7 +101,6 @@ def _rms_norm_kernel(
         rounded = values.to(dtype)
         tl.store(new_residual + row * D + columns, rounded, mask=mask)
         values = rounded.to(tl.float32)
-    scale = tl.load(weight + columns, mask=mask, other=0.0)
     normed = scale_row(values, inverse_rms(values, eps, D), scale, dtype, UNIT_OFFSET)
     tl.store(out + row * D + columns, normed, mask=mask)
 
@@ -95,6 +128,7 @@ def _launch(
         new_residual if new_residual is not None else out,
         *strides,
         eps,
+        reads_early(x),
         HAS_RESIDUAL=residual is not None,
         UNIT_OFFSET=unit_offset,
         D=size,

@@ -13,6 +13,8 @@ from specdec.kernels.launch import wait_for_inputs
 from specdec.kernels.linear_triton import (
     MAX_SKINNY_ROWS,
     accumulate,
+    early_arguments,
+    prefetch_rows,
     tile_arguments,
     unit_stride,
 )
@@ -20,62 +22,50 @@ from specdec.kernels.rope_triton import rotate
 from specdec.kernels.tuning import TileConfig
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _qkv_kernel(
-    x,  # [T, K], rows x_stride apart
-    weight,  # [N, K]
-    bias,  # [N], or anything without HAS_BIAS
-    cos_sin,  # [P, D] float32: cosines, then sines
-    positions,  # [T] int64
-    slot_mapping,  # [T] int64
-    q_out,  # [T, H, D]
-    key_cache,  # slots of [G, D]
+@triton.jit
+def load_turns(
+    cos_sin,
+    positions,
+    slot_mapping,
+    rows,
+    row_mask,
+    first,
+    D: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    """Cosines and sines [rows, PAIRS] from pair ``first`` of a head on, and slots [rows]."""
+    slots = tl.load(slot_mapping + rows, mask=row_mask, other=-1)
+    position = tl.load(positions + rows, mask=row_mask, other=0)
+    table = cos_sin + position[:, None] * D + (first + tl.arange(0, PAIRS))[None, :]
+    cos = tl.load(table, mask=row_mask[:, None], other=1.0)
+    sin = tl.load(table + D // 2, mask=row_mask[:, None], other=0.0)
+    return cos, sin, slots
+
+
+@triton.jit
+def store_heads(
+    acc,  # [BLOCK_M, 2 * PAIRS] float32, the features of a pair side by side
+    bias,
+    cos,  # [BLOCK_M, PAIRS]
+    sin,
+    slots,  # [BLOCK_M]
+    q_out,
+    key_cache,
     value_cache,
-    num_rows,
-    N,
-    K,
-    x_stride,
+    rows,
+    row_mask,
+    columns,
+    head,  # query heads first, then keys, then values
+    first,  # of the PAIRS rotary pairs of the head
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     D: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    SWAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):
-    """BLOCK_N / 2 rotary pairs of one head."""
+    """Round, add the bias, rotate, and write to the queries or to the slots of the cache."""
     HALF: tl.constexpr = D // 2
-    PAIRS: tl.constexpr = BLOCK_N // 2
-    tiles = (num_rows + BLOCK_M - 1) // BLOCK_M
-    rows = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    tile = tl.program_id(0) // tiles
-    head = tile // (HALF // PAIRS)
-    first = tile % (HALF // PAIRS) * PAIRS
-    wait_for_inputs(PDL)
-    # The two features of a pair take turns, so that they lie side by side in the sums.
-    turns = tl.arange(0, BLOCK_N)
-    columns = head * D + first + turns // 2 + turns % 2 * HALF
-    row_mask = rows < num_rows
-    acc = accumulate(
-        x,
-        weight,
-        rows,
-        columns,
-        row_mask,
-        columns < N,
-        K,
-        x_stride,
-        BLOCK_K,
-        EVEN_K,
-        STAGES,
-        SWAP,
-        PRECISION,
-    )
     dtype: tl.constexpr = q_out.dtype.element_ty
     product = acc.to(dtype)
     if HAS_BIAS:
@@ -84,13 +74,8 @@ def _qkv_kernel(
     one, other = tl.split(product.reshape(BLOCK_M, PAIRS, 2))
 
     features = first + tl.arange(0, PAIRS)
-    slots = tl.load(slot_mapping + rows, mask=row_mask, other=-1)
     mask = (row_mask & ((head < NUM_HEADS) | (slots >= 0)))[:, None]
     if head < NUM_HEADS + NUM_KV_HEADS:
-        position = tl.load(positions + rows, mask=row_mask, other=0)
-        table = cos_sin + position[:, None] * D + features[None, :]
-        cos = tl.load(table, mask=row_mask[:, None], other=1.0)
-        sin = tl.load(table + HALF, mask=row_mask[:, None], other=0.0)
         turned, turned_other = rotate(one.to(tl.float32), other.to(tl.float32), cos, sin)
         one, other = turned.to(dtype), turned_other.to(dtype)
     else:
@@ -110,6 +95,72 @@ def _qkv_kernel(
         else:
             tl.store(value_cache + offsets, one, mask=mask)
             tl.store(value_cache + offsets + HALF, other, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows", "early"])
+def _qkv_kernel(
+    x,  # [T, K], rows x_stride apart
+    weight,  # [N, K]
+    bias,  # [N], or anything without HAS_BIAS
+    cos_sin,  # [P, D] float32: cosines, then sines
+    positions,  # [T] int64
+    slot_mapping,  # [T] int64
+    q_out,  # [T, H, D]
+    key_cache,  # slots of [G, D]
+    value_cache,
+    num_rows,
+    N,
+    K,
+    x_stride,
+    early,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    SWAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BLOCK_N / 2 rotary pairs of one head."""
+    HALF: tl.constexpr = D // 2
+    PAIRS: tl.constexpr = BLOCK_N // 2
+    tiles = (num_rows + BLOCK_M - 1) // BLOCK_M
+    rows = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    tile = tl.program_id(0) // tiles
+    head = tile // (HALF // PAIRS)
+    first = tile % (HALF // PAIRS) * PAIRS
+    # The two features of a pair take turns, so that they lie side by side in the sums.
+    turns = tl.arange(0, BLOCK_N)
+    columns = head * D + first + turns // 2 + turns % 2 * HALF
+    row_mask = rows < num_rows
+    prefetch_rows(weight, columns, columns < N, K, early, PREFETCH)
+    wait_for_inputs(PDL)
+    acc = accumulate(
+        x,
+        weight,
+        rows,
+        columns,
+        row_mask,
+        columns < N,
+        K,
+        x_stride,
+        BLOCK_K,
+        EVEN_K,
+        STAGES,
+        SWAP,
+        PRECISION,
+    )
+    cos, sin, slots = load_turns(cos_sin, positions, slot_mapping, rows, row_mask, first, D, PAIRS)
+    store_heads(
+        acc, bias, cos, sin, slots, q_out, key_cache, value_cache, rows, row_mask,
+        columns, head, first, NUM_HEADS, NUM_KV_HEADS, D, HAS_BIAS, BLOCK_M, PAIRS,
+    )  # fmt: skip
 
 
 def is_fused(x: Tensor, weight: Tensor, cos_sin: Tensor, key_cache: Tensor) -> bool:
@@ -164,6 +215,6 @@ def qkv_rope_write_kv(
         NUM_KV_HEADS=num_kv_heads,
         D=head_size,
         HAS_BIAS=bias is not None,
-        **tiles,
+        **early_arguments(x, tiles),
     )
     return q_out

@@ -123,11 +123,18 @@ def test_whole_tiles_where_they_balance(monkeypatch) -> None:
     assert (scratch.parts(1, batch.query) == 7.0).all()
 
 
-@pytest.mark.parametrize(("slices", "ahead"), [(2, False), (2, True)])
-def test_bits_depend_neither_on_slices_nor_on_asking_ahead(slices, ahead, monkeypatch) -> None:
-    """Values cut by their features, parts read before they are folded: the same bits, with
-    leaves, nodes or all keys as the unit of work, for one request and for several."""
-    config = attention_triton.TileConfig(num_warps=4, stages=1, slices=slices, ahead=ahead)
+@pytest.mark.parametrize(
+    ("slices", "ahead", "keys_first"), [(2, False, False), (2, True, False), (2, True, True)]
+)
+def test_bits_depend_neither_on_slices_nor_on_when_things_are_read(
+    slices, ahead, keys_first, monkeypatch
+) -> None:
+    """Values cut by their features, parts read before they are folded, older keys before newer
+    ones: the same bits, with leaves, nodes or all keys as the unit of work, for one request and
+    for several."""
+    config = attention_triton.TileConfig(
+        num_warps=4, stages=1, slices=slices, ahead=ahead, keys_first=keys_first
+    )
     sizes = {"uniform": True, "num_heads": 2, "num_kv_heads": 1, "head_size": 32}
     lengths = [0, LEAF - 5, LEAF * (NODE + 1) + 7]
     batches = [make_batch([length], [3], **sizes) for length in lengths]
