@@ -19,6 +19,8 @@ from specdec.kernels.attention_tree import NODE, leaf_size
 from specdec.kernels.attention_uniform import uniform_kernel
 from specdec.kernels.launch import pdl_options, reads_early
 
+# Head sizes of ``small_config``: so short a row lies in whole lines of the cache.
+SMALL_HEADS = (32, 64)
 # Bytes of scratch beyond which long batches are not split over keys.
 MAX_SCRATCH_BYTES = 256 << 20
 # Tiles from which on programs walk long runs of keys.
@@ -99,6 +101,13 @@ def default_config(
     deep = num_tiles >= DEEP_TILES and 3 * 4 * leaf * block_d + small <= _shared_bytes(like.device)
     programs_per_sm = 2 if deep and block_d <= 64 else 1
     return TileConfig(num_warps=num_warps, stages=5 if deep else 2, programs_per_sm=programs_per_sm)
+
+
+def small_config(query_len: int) -> TileConfig:
+    """The configuration of one request with small heads, whose launches are waits for most part."""
+    return TileConfig(
+        num_warps=4, stages=2, slices=2 if query_len > 1 else 1, ahead=True, keys_first=True
+    )
 
 
 @cache
@@ -196,6 +205,8 @@ def paged_attention(
     tile_rows = triton.cdiv(num_rows, tiles)
     block_m = max(16, triton.next_power_of_2(tile_rows))
     tiles_of_batch = num_reqs * num_kv_heads * tiles
+    if config is None and num_reqs == 1 and head_size in SMALL_HEADS and query.itemsize == 2:
+        config = small_config(max_query_len)
     config = config or default_config(block_m, block_d, leaf, query, tiles_of_batch)
     programs = num_programs(query.device, config.programs_per_sm)
     multiprocessors = num_programs(query.device, 1)

@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec.kernels.attention_parts import fold_parts
 from specdec.kernels.attention_tree import NODE, empty_part, fold, normalise, scalar_at
 from specdec.kernels.attention_triton import MAX_SCRATCH_BYTES, Scratch, num_programs
-from specdec.kernels.attention_uniform import fold_parts
 from specdec.kernels.launch import pdl_options, wait_for_inputs
 
 

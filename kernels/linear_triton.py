@@ -15,13 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.kernels.activation_triton import silu_mul, silu_product
-from specdec.kernels.launch import pdl_options, reads_early, wait_for_inputs
+from specdec.kernels.launch import pdl_options, wait_for_inputs
 from specdec.kernels.tuning import TileConfig, skinny_config
 
 # More rows than this go to cuBLASLt, whose tiles are better where arithmetic is the limit.
 MAX_SKINNY_ROWS = 64
-# Bytes of each weight row that a program fetches to L2 while the kernel before it still runs.
-PREFETCH_BYTES = 0
 
 
 @triton.jit
@@ -65,23 +63,7 @@ def accumulate(
     return acc
 
 
-@triton.jit
-def prefetch_rows(weight, columns, column_mask, K, early, PREFETCH: tl.constexpr):
-    """Begin to fetch the first PREFETCH bytes of each weight row to L2."""
-    if PREFETCH > 0:  # noqa: SIM102 (PREFETCH is known when the kernel is compiled)
-        if early:
-            first = weight + tl.where(column_mask, columns, 0).to(tl.int64) * K
-            tl.inline_asm_elementwise(
-                "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
-                "=r,l,r",
-                [first.to(tl.int64, bitcast=True), tl.full(columns.shape, PREFETCH, tl.int32)],
-                dtype=tl.int32,
-                is_pure=False,
-                pack=1,
-            )
-
-
-@triton.jit(do_not_specialize=["num_rows", "early"])
+@triton.jit(do_not_specialize=["num_rows"])
 def _linear_kernel(
     x,  # [T, K], rows x_stride apart
     weight,  # [N, K]
@@ -92,7 +74,6 @@ def _linear_kernel(
     N,
     K,
     x_stride,
-    early,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -102,17 +83,15 @@ def _linear_kernel(
     STAGES: tl.constexpr,
     SWAP: tl.constexpr,
     PRECISION: tl.constexpr,
-    PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # Row tiles of one column tile are neighbours, so that they share its weights in L2.
     tiles = (num_rows + BLOCK_M - 1) // BLOCK_M
+    wait_for_inputs(PDL)
     rows = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(0) // tiles * BLOCK_N + tl.arange(0, BLOCK_N)
     row_mask = rows < num_rows
     column_mask = columns < N
-    prefetch_rows(weight, columns, column_mask, K, early, PREFETCH)
-    wait_for_inputs(PDL)
     acc = accumulate(
         x,
         weight,
@@ -140,7 +119,7 @@ def _linear_kernel(
     tl.store(out + offsets, product, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows", "early"])
+@triton.jit(do_not_specialize=["num_rows"])
 def _linear_silu_mul_kernel(
     x,  # [T, K], rows x_stride apart
     weight,  # [2F, K], gate rows first
@@ -149,7 +128,6 @@ def _linear_silu_mul_kernel(
     F,
     K,
     x_stride,
-    early,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -157,18 +135,16 @@ def _linear_silu_mul_kernel(
     STAGES: tl.constexpr,
     SWAP: tl.constexpr,
     PRECISION: tl.constexpr,
-    PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     tiles = (num_rows + BLOCK_M - 1) // BLOCK_M
     rows = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     first = tl.program_id(0) // tiles * (BLOCK_N // 2)
+    wait_for_inputs(PDL)
     # Gate and up columns take turns, so that a pair lies side by side in the sums.
     turns = tl.arange(0, BLOCK_N)
     pairs = first + turns // 2
     row_mask = rows < num_rows
-    prefetch_rows(weight, pairs + turns % 2 * F, pairs < F, K, early, PREFETCH)
-    wait_for_inputs(PDL)
     acc = accumulate(
         x,
         weight,
@@ -212,11 +188,6 @@ def tile_arguments(
         "enable_fp_fusion": False,
         **pdl_options(x),
     }
-
-
-def early_arguments(x: Tensor, tiles: dict[str, Any]) -> dict[str, Any]:
-    """``tiles`` with the arguments of a kernel that fetches weights early."""
-    return tiles | {"PREFETCH": PREFETCH_BYTES if tiles["PDL"] else 0, "early": reads_early(x)}
 
 
 def unit_stride(x: Tensor) -> Tensor:
@@ -273,7 +244,7 @@ def linear(
         x.stride(0),
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
-        **early_arguments(x, tiles),
+        **tiles,
     )
     return out
 
@@ -292,13 +263,6 @@ def linear_silu_mul(x: Tensor, weight: Tensor, *, config: TileConfig | None = No
     pairs = tiles["BLOCK_N"] // 2
     grid = (triton.cdiv(num_rows, tiles["BLOCK_M"]) * triton.cdiv(num_features, pairs),)
     _linear_silu_mul_kernel[grid](
-        x,
-        weight,
-        out,
-        num_rows,
-        num_features,
-        depth,
-        x.stride(0),
-        **early_arguments(x, tiles),
+        x, weight, out, num_rows, num_features, depth, x.stride(0), **tiles
     )
     return out

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from specdec.kernels.launch import pdl_options, reads_early, wait_for_inputs, wait_unless_early
 
-
+# Up to so many rows, a program each, leave most of the GPU to the next kernel's programs.
+FEW_ROWS = 16
 # Of a row of 16-bit features: 16 bytes for each thread.
 FEATURES_PER_WARP = tl.constexpr(256)
 
@@ -135,7 +136,7 @@ def _launch(
         BLOCK=block,
         num_warps=row_warps(block),
         enable_fp_fusion=False,
-        **pdl_options(x),
+        **pdl_options(x, lets_in=num_rows <= FEW_ROWS),
     )
 
 

@@ -13,8 +13,6 @@ from specdec.kernels.launch import wait_for_inputs
 from specdec.kernels.linear_triton import (
     MAX_SKINNY_ROWS,
     accumulate,
-    early_arguments,
-    prefetch_rows,
     tile_arguments,
     unit_stride,
 )
@@ -97,7 +95,7 @@ def store_heads(
             tl.store(value_cache + offsets + HALF, other, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows", "early"])
+@triton.jit(do_not_specialize=["num_rows"])
 def _qkv_kernel(
     x,  # [T, K], rows x_stride apart
     weight,  # [N, K]
@@ -112,7 +110,6 @@ def _qkv_kernel(
     N,
     K,
     x_stride,
-    early,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     D: tl.constexpr,
@@ -124,7 +121,6 @@ def _qkv_kernel(
     STAGES: tl.constexpr,
     SWAP: tl.constexpr,
     PRECISION: tl.constexpr,
-    PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """BLOCK_N / 2 rotary pairs of one head."""
@@ -139,7 +135,6 @@ def _qkv_kernel(
     turns = tl.arange(0, BLOCK_N)
     columns = head * D + first + turns // 2 + turns % 2 * HALF
     row_mask = rows < num_rows
-    prefetch_rows(weight, columns, columns < N, K, early, PREFETCH)
     wait_for_inputs(PDL)
     acc = accumulate(
         x,
@@ -163,7 +158,7 @@ def _qkv_kernel(
     )  # fmt: skip
 
 
-def is_fused(x: Tensor, weight: Tensor, cos_sin: Tensor, key_cache: Tensor) -> bool:
+def is_fused(x: Tensor, cos_sin: Tensor, key_cache: Tensor) -> bool:
     """Whether the kernel covers these: few rows, heads rotated whole and cut into whole tiles."""
     head_size = key_cache.shape[3]
     return (
@@ -215,6 +210,6 @@ def qkv_rope_write_kv(
         NUM_KV_HEADS=num_kv_heads,
         D=head_size,
         HAS_BIAS=bias is not None,
-        **early_arguments(x, tiles),
+        **tiles,
     )
     return q_out

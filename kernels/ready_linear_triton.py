@@ -20,8 +20,6 @@ from specdec.kernels.launch import pdl_options, reads_early, wait_for_inputs, wa
 from specdec.kernels.norm_triton import inverse_of_total, scale_row, sum_of_squares
 from specdec.kernels.qkv_triton import load_turns, store_heads
 
-# Rows beyond which the rows themselves no longer fit beside the weights.
-MAX_READY_ROWS = 16
 # Most features of a piece. With a norm, as many as a warp reads of one row at once: the sum of a
 # piece's squares then needs no other warp.
 _PIECE, _NORM_PIECE = 512, 256
@@ -40,7 +38,7 @@ def _as_they_lie(parts, PDL: tl.constexpr):
             part = tl.inline_asm_elementwise(
                 "mov.b32 $0, $1;", "=r,r", [parts[i]], dtype=parts[i].dtype, is_pure=False, pack=2
             )
-            kept = kept + (part,)
+            kept = kept + (part,)  # type: ignore[assignment]  # noqa: RUF005
         parts = kept
     return parts
 
@@ -53,9 +51,9 @@ def _pairwise_sum(parts):
             sums = ()
             for i in tl.static_range(0, len(parts), 2):
                 if i + 1 < len(parts):
-                    sums = sums + (parts[i] + parts[i + 1],)
+                    sums = sums + (parts[i] + parts[i + 1],)  # noqa: RUF005
                 else:
-                    sums = sums + (parts[i],)
+                    sums = sums + (parts[i],)  # noqa: RUF005
             parts = sums
     return parts[0]
 
@@ -88,9 +86,10 @@ def ready_product(
     scales = ()
     for i in tl.static_range(PIECES):
         piece = i * PIECE + depth
-        w = w + (tl.load(weights + piece[None, :], mask=column_mask[:, None], other=0.0),)
+        part = tl.load(weights + piece[None, :], mask=column_mask[:, None], other=0.0)
+        w = w + (part,)  # type: ignore[assignment]  # noqa: RUF005
         if HAS_NORM:
-            scales = scales + (tl.load(norm_weight + piece),)
+            scales = scales + (tl.load(norm_weight + piece),)  # type: ignore[assignment]  # noqa: RUF005
     # A barrier, here and below: all loads are on their way before the first is waited for.
     tl.debug_barrier()
     w = _as_they_lie(w, PDL)
@@ -99,16 +98,18 @@ def ready_product(
     a = ()
     for i in tl.static_range(PIECES):
         piece = i * PIECE + depth
-        a = a + (tl.load(inputs + piece[None, :], mask=row_mask[:, None], other=0.0),)
+        part = tl.load(inputs + piece[None, :], mask=row_mask[:, None], other=0.0)
+        a = a + (part,)  # type: ignore[assignment]  # noqa: RUF005
     tl.debug_barrier()
     if HAS_NORM:
         totals = ()
         for i in tl.static_range(len(a)):
-            totals = totals + (sum_of_squares(a[i].to(tl.float32)),)
+            totals = totals + (sum_of_squares(a[i].to(tl.float32)),)  # type: ignore[assignment]  # noqa: RUF005
         inverse = inverse_of_total(_pairwise_sum(totals), eps, K)[:, None]
         normed = ()
         for i in tl.static_range(len(a)):
-            normed = normed + (scale_row(a[i].to(tl.float32), inverse, scales[i][None, :], dtype),)
+            part = scale_row(a[i].to(tl.float32), inverse, scales[i][None, :], dtype)
+            normed = normed + (part,)  # type: ignore[assignment]  # noqa: RUF005
         a = normed
     a = _as_they_lie(a, PDL)
     acc = tl.zeros([columns.shape[0], rows.shape[0]], tl.float32)
@@ -230,15 +231,20 @@ class ReadyConfig:
     block_m: int = 8
 
 
+# The fastest of SmolLM2's layers, which these kernels were measured on.
+QKV = OUTPUT = ReadyConfig(block_n=16)
+GATE_UP = ReadyConfig(block_n=32)
+
+
 def piece_of_depth(depth: int, has_norm: bool) -> int:
     """Features that are read as one tensor: pieces of one layout, since changing it takes time."""
     return min(depth & -depth, _NORM_PIECE if has_norm else _PIECE)
 
 
 def ready_arguments(x: Tensor, depth: int, has_norm: bool, config: ReadyConfig) -> dict[str, Any]:
-    """Launch arguments that the kernels share; ``x`` has at most ``MAX_READY_ROWS`` rows."""
+    """Launch arguments that the kernels share; ``x`` has at most 16 rows."""
     piece = piece_of_depth(depth, has_norm)
-    assert piece >= 16 and x.shape[0] <= MAX_READY_ROWS, (x.shape, depth)
+    assert piece >= 16 and x.shape[0] <= 16, (x.shape, depth)
     return {
         "K": depth,
         "PIECE": piece,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specdec.kernels.latent_attention import write_latent
 from specdec.kernels.qkv import qkv_rope_write_kv
+from specdec.kernels.ready_linear import Norm
 from specdec.kernels.rope import rope_write_kv
 from specdec.verifier.attention.base import AttentionBackend, AttentionMetadata
 from specdec.verifier.context import get_forward_context
@@ -92,11 +93,13 @@ class PagedAttention:
         scale: float,
         sliding_window: int | None = None,
         soft_cap: float | None = None,
+        norm: Norm | None = None,
     ) -> Tensor:
-        """The same from the projection's input on, where nothing stands between the two."""
+        """The same from the projection's input on, or from that of the ``norm`` in front of it,
+        where nothing stands between the two."""
         keys, values = self.kv_cache.keys[layer], self.kv_cache.values[layer]
         slots = self.metadata.slot_mapping
-        query = qkv_rope_write_kv(x, weight, bias, cos_sin, positions, keys, values, slots)
+        query = qkv_rope_write_kv(x, weight, bias, cos_sin, positions, keys, values, slots, norm)
         return self.backend.forward(
             query, keys, values, self.metadata, scale, sliding_window, soft_cap
         )

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from specdec.kernels.norm import add_rms_norm, rms_norm
-from specdec.verifier.attention.op import LayerAttention
+from specdec.kernels.qkv import is_fused
+from specdec.kernels.ready_linear import is_ready, norm_linear_silu_mul, ready_linear_add
+from specdec.verifier.attention.op import LayerAttention, PagedAttention
 from specdec.verifier.models.config import ModelConfig
 from specdec.verifier.models.latent import LatentAttention
 from specdec.verifier.models.layers import MLP, Attention, Linear, WeightSlot, empty_parameter
@@ -82,6 +84,41 @@ class DecoderLayer(nn.Module):
         if self.mlp_out_norm is not None:
             hidden = rms_norm(hidden, self.mlp_out_norm, *norm)
         return add_rms_norm(hidden, residual, next_norm, *norm)
+
+    def is_ready(
+        self,
+        residual: Tensor,
+        cos_sin: Tensor,
+        attend: LayerAttention,
+        adapter_rows: AdapterRows | None,
+    ) -> bool:
+        """Whether ``ready_forward`` is this layer's fast way: few rows, small and plain parts."""
+        attention, mlp = self.attention, self.mlp
+        return (
+            isinstance(attend, PagedAttention)
+            and adapter_rows is None
+            and isinstance(attention, Attention)
+            and isinstance(mlp, MLP)
+            and attention.is_plain
+            and mlp.is_plain
+            and is_fused(residual, cos_sin, attend.kv_cache.keys[self.index])
+            and is_ready(residual, [each.weight.shape[1] for _, each in self.linears("")])
+        )
+
+    def ready_forward(
+        self, residual: Tensor, positions: Tensor, cos_sin: Tensor, attend: PagedAttention
+    ) -> Tensor:
+        """``forward`` with the norms as parts of the projections behind them.
+
+        residual [T, hidden] -> the residual stream after this layer. No bit differs.
+        """
+        attention, mlp, eps = self.attention, self.mlp, self.norm_settings[0]
+        assert isinstance(attention, Attention) and isinstance(mlp, MLP)
+        norm = (self.input_norm, eps)
+        mixed = attention.attend_normed(residual, norm, positions, cos_sin, attend, self.index)
+        residual = ready_linear_add(mixed, attention.o_proj.weight, residual)
+        gated = norm_linear_silu_mul(residual, (self.mlp_norm, eps), mlp.gate_up_proj.weight)
+        return ready_linear_add(gated, mlp.down_proj.weight, residual)
 
     def linears(self, prefix: str) -> Iterator[tuple[str, Linear]]:
         """Projections that adapters can change, by their names' prefix."""

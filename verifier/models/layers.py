@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from specdec.kernels.activation import gelu_tanh_mul, silu_mul
 from specdec.kernels.linear import linear, linear_silu_mul
 from specdec.kernels.norm import rms_norm
+from specdec.kernels.ready_linear import Norm
 from specdec.verifier.attention.op import LayerAttention, PagedAttention
 from specdec.verifier.models.config import ModelConfig
 from specdec.verifier.models.lora import AdapterRows, LoraStack
@@ -126,11 +127,8 @@ class Attention(nn.Module):
         adapter_rows: AdapterRows | None = None,
     ) -> Tensor:
         options = (self.scale, self.sliding_window, self.soft_cap)
-        plain = adapter_rows is None and self.q_norm is None
-        if plain and isinstance(attend, PagedAttention):
-            weight, bias = self.qkv_proj.weight, self.qkv_proj.bias
-            out = attend.project(x, weight, bias, positions, cos_sin, layer, *options)
-            return self.o_proj(out.flatten(1))
+        if adapter_rows is None and self.q_norm is None and isinstance(attend, PagedAttention):
+            return self.o_proj(self.attend_normed(x, None, positions, cos_sin, attend, layer))
         heads = self.qkv_proj(x, adapter_rows)
         heads = heads.unflatten(-1, (-1, self.head_size))  # [T, H + 2 G, D]
         sizes = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
@@ -140,6 +138,36 @@ class Attention(nn.Module):
             k = rms_norm(k, self.k_norm, self.eps, self.unit_offset)
         out = attend(q, k, v, positions, cos_sin, layer, *options)  # [T, H, D]
         return self.o_proj(out.flatten(1), adapter_rows)
+
+    @property
+    def is_plain(self) -> bool:
+        """Nothing stands between the projections and attention, nor behind the last product."""
+        is_alone = self.o_proj.bias is None and not self.o_proj.sum_over
+        return is_alone and self.q_norm is None and not self.unit_offset
+
+    def attend_normed(
+        self,
+        x: Tensor,
+        norm: Norm | None,
+        positions: Tensor,
+        cos_sin: Tensor,
+        attend: PagedAttention,
+        layer: int,
+    ) -> Tensor:
+        """What attention gives for the ``norm`` of x, or for x itself, [T, H * D]."""
+        out = attend.project(
+            x,
+            self.qkv_proj.weight,
+            self.qkv_proj.bias,
+            positions,
+            cos_sin,
+            layer,
+            self.scale,
+            self.sliding_window,
+            self.soft_cap,
+            norm,
+        )
+        return out.flatten(1)
 
     def linears(self, prefix: str) -> Iterator[tuple[str, Linear]]:
         """Projections that adapters can change, by their names' prefix."""
@@ -201,6 +229,12 @@ class MLP(nn.Module):
         else:
             hidden = gate_up.adapters.linear_silu_mul(x, gate_up.weight, adapter_rows)
         return self.down_proj(hidden, adapter_rows)
+
+    @property
+    def is_plain(self) -> bool:
+        """SiLU, no bias, and whole on this rank."""
+        has_bias = self.gate_up_proj.bias is not None or self.down_proj.bias is not None
+        return self.activation == "silu" and not has_bias and not self.down_proj.sum_over
 
     def linears(self, prefix: str) -> Iterator[tuple[str, Linear]]:
         yield prefix, self.gate_up_proj

@@ -148,14 +148,24 @@ class CausalLM(nn.Module):
         residual = self.embed(input_ids, adapter_rows)
         wanted = set(self.feature_layers if num_layers is None else ())
         features = {0: residual}  # number of layers -> the residual stream after them
-        hidden = self.first_norm(residual)
-        for i, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
-            table = self.rope_table(layer)
-            hidden, residual = layer(
-                hidden, residual, next_norm, positions, table, attend, adapter_rows
-            )
-            if i + 1 in wanted:
+        if all(
+            layer.is_ready(residual, self.rope_table(layer), attend, adapter_rows)
+            for layer in layers
+        ):
+            assert isinstance(attend, PagedAttention)
+            for i, layer in enumerate(layers):
+                residual = layer.ready_forward(residual, positions, self.rope_table(layer), attend)
                 features[i + 1] = residual
+            hidden = rms_norm(residual, self.norm, *layers[-1].norm_settings)
+        else:
+            hidden = self.first_norm(residual)
+            for i, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
+                table = self.rope_table(layer)
+                hidden, residual = layer(
+                    hidden, residual, next_norm, positions, table, attend, adapter_rows
+                )
+                if i + 1 in wanted:
+                    features[i + 1] = residual
         if wanted:
             # One tensor, so that every graph around the model has one output.
             return torch.cat([hidden, *(features[i] for i in self.feature_layers)], dim=-1)
