@@ -24,11 +24,13 @@ class SlotTiles:
     block_m: int  # rows of a tile at most
 
     @classmethod
-    def of(cls, packed: Tensor, num_rows: int, dtype: torch.dtype) -> "SlotTiles":
+    def of(
+        cls, packed: Tensor, num_rows: int, dtype: torch.dtype, block_m: int | None = None
+    ) -> "SlotTiles":
         """What ``slot_tiles`` made of ``num_rows`` rows."""
         num_tiles = (packed.shape[0] - num_rows) // 3
         order, slot, first, end = packed.split([num_rows, num_tiles, num_tiles, num_tiles])
-        return cls(order, slot, first, end, tile_rows(dtype, num_rows))
+        return cls(order, slot, first, end, block_m or tile_rows(dtype, num_rows))
 
     @property
     def num_tiles(self) -> int:
@@ -45,9 +47,11 @@ def max_tiles(num_rows: int, num_groups: int, block_m: int) -> int:
     return (num_rows + (block_m - 1) * min(num_groups, num_rows)) // block_m
 
 
-def packed_size(num_rows: int, num_groups: int, dtype: torch.dtype) -> int:
+def packed_size(
+    num_rows: int, num_groups: int, dtype: torch.dtype, block_m: int | None = None
+) -> int:
     """Elements of what ``slot_tiles`` makes on a GPU."""
-    return num_rows + 3 * max_tiles(num_rows, num_groups, tile_rows(dtype, num_rows))
+    return num_rows + 3 * max_tiles(num_rows, num_groups, block_m or tile_rows(dtype, num_rows))
 
 
 def slot_tiles(
