@@ -16,8 +16,7 @@ PATTERNS = {
     "one": [0],
     "base": [-1],
     "mixed": [3, 3, -1, 0, 2, 2, 1, -1],
-    "all": [1, 3, 0, 2],
-    "single row": [-1, -1, 2, -1, -1, -1, -1, -1, -1, -1, -1],
+    "no base": [1, 3, 0, 2],
 }
 
 
@@ -63,15 +62,14 @@ def fused(x, weight, bias, a, b, slots, parts, **options):
     )
 
 
-@pytest.mark.parametrize("one_launch", [True, False])
-@pytest.mark.parametrize("max_lanes", [16, 128])
+@pytest.mark.parametrize(("one_launch", "max_lanes"), [(True, 16), (True, 128), (False, 32)])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_few_rows(pattern, max_lanes, one_launch) -> None:
     """The bits of the product and then the deltas; base rows have the product's own."""
-    parts, depth, rank = (64, 32, 20), 611, 4
+    parts, depth, rank = (64, 32, 20), 523, 4
     a, b = stacks(5, rank, depth, parts)
     weight, bias = randn(sum(parts), depth, seed=4), randn(sum(parts), seed=5)
-    for num_rows in (1, 5, 20):
+    for num_rows in (3, 20):
         x, slots = randn(num_rows, depth, seed=3), slots_of(pattern, num_rows)
         product = linear_triton.linear(x, weight, bias)
         wanted = grouped(x, product.clone(), a, b, slots, parts)
@@ -88,14 +86,13 @@ def test_few_rows(pattern, max_lanes, one_launch) -> None:
         assert not lora_fused_triton._counters(x.device).any()
 
 
-@pytest.mark.parametrize("max_lanes", [32, 128])
-@pytest.mark.parametrize("one_launch", [True, False])
+@pytest.mark.parametrize(("one_launch", "max_lanes"), [(True, 32), (True, 128), (False, 32)])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_few_rows_of_gate_and_up(pattern, one_launch, max_lanes) -> None:
-    parts, depth, rank = (63, 63), 75, 20
+    parts, depth, rank = (33, 33), 75, 20
     a, b = stacks(5, rank, depth, parts)
     weight = randn(sum(parts), depth, seed=4)
-    for num_rows in (5, 20):
+    for num_rows in (20,):
         x, slots = 0.1 * randn(num_rows, depth, seed=3), slots_of(pattern, num_rows)
         result = fused(
             x, weight, None, a, b, slots, parts, silu=True, one_launch=one_launch, max_lanes=max_lanes
@@ -116,15 +113,15 @@ def test_few_rows_of_gate_and_up(pattern, one_launch, max_lanes) -> None:
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_many_rows(pattern, block_m) -> None:
     """Any tile height; a row does not depend on the rows beside it."""
-    parts, depth, rank = (70, 33, 20), 1100, 4
+    parts, depth, rank = (70, 33, 20), 530, 4
     a, b = stacks(5, rank, depth, parts)
-    x, product = randn(70, depth, seed=3), randn(70, sum(parts), seed=4)
-    slots = slots_of(pattern, 70)
+    x, product = randn(40, depth, seed=3), randn(40, sum(parts), seed=4)
+    slots = slots_of(pattern, 40)
     wanted = lora.lora_delta_reference(product.clone(), x, a, b, slots, parts)
     result = grouped(x, product.clone(), a, b, slots, parts, block_m, early=block_m == 16)
     torch.testing.assert_close(result, wanted, rtol=1e-5, atol=1e-3)
     assert torch.equal(result[slots < 0], product[slots < 0])
-    for first, count in ((0, 1), (7, 5), (30, 20)):
+    for first, count in ((0, 1), (7, 20)):
         rows = slice(first, first + count)
         few = grouped(x[rows], product[rows].clone(), a, b, slots[rows], parts)
         assert torch.equal(few, result[rows])
