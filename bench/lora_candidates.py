@@ -28,7 +28,6 @@ from specdec.kernels import (
     lora_linear_triton,
     lora_rows_triton,
 )
-from specdec.kernels.activation import silu_mul
 from specdec.kernels.linear import configure_exact_blas, linear, linear_silu_mul
 from specdec.kernels.lora import lora_linear_reference
 from specdec.kernels.lora_rows import SlotTiles
@@ -45,7 +44,7 @@ Outputs = list[Tensor]
 
 
 class Batch:
-    """Rows of requests of five tokens each, their adapters, and what is made of them once a pass."""
+    """Rows of requests of five tokens, their adapters, and what is made of them once a pass."""
 
     def __init__(self, num_rows: int, adapters: str) -> None:
         self.num_rows = num_rows
@@ -65,9 +64,7 @@ class Batch:
 
     def tiles(self, block_m: int) -> SlotTiles:
         if block_m not in self._tiles:
-            packed = lora_rows_triton.slot_tiles(
-                self.slots, self.num_groups, BF16, block_m=block_m
-            )
+            packed = lora_rows_triton.slot_tiles(self.slots, self.num_groups, BF16, block_m=block_m)
             self._tiles[block_m] = SlotTiles.of(packed, self.num_rows, BF16, block_m)
         return self._tiles[block_m]
 
@@ -366,8 +363,10 @@ def time_point(rank: int, layers: list[Layer], rows: int, adapters: str) -> None
     print(f"\nrank {rank}, {rows} rows, {adapters}: base {plain:.1f} us ({' to '.join(spread)})")
     for name, value in medians.items():
         if name != "base":
-            print(f"   {name:24} +{value - plain:6.1f} us  {value / plain:.3f}x  "
-                  f"{failed.get(name, '')}")
+            print(
+                f"   {name:24} +{value - plain:6.1f} us  {value / plain:.3f}x  "
+                f"{failed.get(name, '')}"
+            )
     for name, text in failed.items():
         if name not in medians:
             print(f"   {name:24} failed: {text}")
@@ -399,7 +398,9 @@ def main() -> None:
             faults = list(check(rank, layers))
         except Exception:
             faults = [traceback.format_exc()[-1500:]]
-        print(f"\nrank {rank}: bits {'agree' if not faults else 'DIFFER'}", *faults[:24], sep="\n  ")
+        print(
+            f"\nrank {rank}: bits {'agree' if not faults else 'DIFFER'}", *faults[:24], sep="\n  "
+        )
         sys.stdout.flush()
         for rows, adapters in POINTS:
             try:

@@ -1,9 +1,9 @@
 """Shrinking and expanding as launches of their own, for many rows: products by adapter.
 
-Tiles of rows share an adapter (``lora_rows``). The first launch shrinks chunk by chunk of the input
-features, all parts at once; the second adds a row's partial sums in the order of the chunks, rounds,
-expands, and adds to the output. Chunks lie at fixed input features, so that a row's sums have one
-order whatever the number of rows.
+A tile's rows share an adapter (``lora_rows``). The first launch shrinks chunk by chunk of the input
+features, all parts at once; the second adds a row's partial sums in the order of the chunks,
+rounds, expands, and adds to the output. Chunks lie at fixed input features, so that a row's sums
+have one order whatever the number of rows.
 
 Shape letters as in ``lora_blocks``, and G tiles of rows.
 """

@@ -57,9 +57,7 @@ def grouped(x, product, a, b, slots, parts, block_m=16, **options):
 
 def fused(x, weight, bias, a, b, slots, parts, **options):
     distinct = sorted_rows(slots, 64).slot
-    return lora_fused_triton.lora_linear(
-        x, weight, bias, a, b, slots, parts, distinct, **options
-    )
+    return lora_fused_triton.lora_linear(x, weight, bias, a, b, slots, parts, distinct, **options)
 
 
 @pytest.mark.parametrize(("one_launch", "max_lanes"), [(True, 16), (True, 128), (False, 32)])
@@ -95,7 +93,16 @@ def test_few_rows_of_gate_and_up(pattern, one_launch, max_lanes) -> None:
     for num_rows in (20,):
         x, slots = 0.1 * randn(num_rows, depth, seed=3), slots_of(pattern, num_rows)
         result = fused(
-            x, weight, None, a, b, slots, parts, silu=True, one_launch=one_launch, max_lanes=max_lanes
+            x,
+            weight,
+            None,
+            a,
+            b,
+            slots,
+            parts,
+            silu=True,
+            one_launch=one_launch,
+            max_lanes=max_lanes,
         )
         product = linear_triton.linear(x, weight)
         for early in (False, True):
