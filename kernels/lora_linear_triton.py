@@ -273,6 +273,8 @@ def _few_rows(
     block_r = max(16, triton.next_power_of_2(rank))
     num_chunks = triton.cdiv(depth, chunk)
     partial = torch.empty(num_chunks, num_rows, width, dtype=torch.float32, device=x.device)
+    out_features = num_features // 2 if silu else num_features
+    out = torch.empty(num_rows, out_features, dtype=x.dtype, device=x.device)
     block_w = max(16, min(64, triton.next_power_of_2(width)))
     shrink_k = 32 if x.dtype == torch.float32 else 128
     # No more shared memory than the product's tiles have, so that they fit beside each other.
@@ -299,8 +301,6 @@ def _few_rows(
         num_warps=4,
         **options,
     )
-    out_features = num_features // 2 if silu else num_features
-    out = torch.empty(num_rows, out_features, dtype=x.dtype, device=x.device)
     column_tiles = [triton.cdiv(each, block_n) for each in widths]
     if silu:
         column_tiles = [triton.cdiv(out_features, block_n // 2)]
