@@ -87,13 +87,14 @@ def test_rows_have_the_same_bits_in_every_batch(parts, depth, rank):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("rank", [8, 16, 64])
-def test_few_rows_have_the_bits_of_many(rank, dtype):
+@pytest.mark.parametrize("depth", [4096, 1536])
+def test_few_rows_have_the_bits_of_many(depth, rank, dtype):
     """5, 40 and 64 rows are expanded in the product's launch, 65 and 320 in one of their own.
 
     Tiles as a pass makes them, for as many requests as there are: of one request, rows take the
     kernel for a single slot. Adapters alone, one beside base rows, and eight of them.
     """
-    parts, depth, features = (1024, 256, 256), 4096, 512
+    parts, features = (1024, 256, 256), 512
     a, b = stacks(9, rank, depth, parts, dtype)
     gate_a, gate_b = stacks(9, rank, depth, (features, features), dtype)
     x = randn(320, depth, dtype=dtype, seed=3)

@@ -111,7 +111,9 @@ def test_product_and_deltas_of_few_rows(num_rows, biased, pattern, exact) -> Non
     slots = slots_of(pattern, num_rows)
     product = linear_triton.linear(x, weight, bias)
     wanted = lora_triton.lora_delta_(product.clone(), x, a, b, slots, parts)
-    result = lora_linear_triton.lora_linear(x, weight, bias, a, b, slots, parts)
+    # No more tiles than the batch has slots.
+    tiles = lora_rows_triton.slot_tiles(slots, len(slots.unique()), torch.float32)
+    result = lora_linear_triton.lora_linear(x, weight, bias, a, b, slots, parts, tiles)
     if exact:
         assert torch.equal(result, wanted)
     torch.testing.assert_close(result, wanted, rtol=1e-5, atol=1e-4)
@@ -157,6 +159,21 @@ def test_rows_are_the_same_on_both_sides_of_the_border() -> None:
         stacked = (gate_a, gate_b, slots[rows])
         few = lora_linear_triton.lora_linear_silu_mul(x[rows], gate_up, *stacked)
         assert torch.equal(few, gated[rows]), (first, last)
+
+
+def test_high_ranks_add_two_partial_sums_at_once() -> None:
+    """Three of them, for a tile too large to hold all at once."""
+    parts, depth, rank = (20, 9), 1100, 72
+    a, b = stacks(4, rank, depth, parts)
+    x, weight = randn(20, depth, seed=3), randn(sum(parts), depth, seed=4)
+    slots = slots_of("base", 20)
+    slots[3:] = torch.arange(17) % 3
+    result = lora_linear_triton.lora_linear(x, weight, None, a, b, slots, parts)
+    wanted = linear_triton.linear(x, weight)
+    lora_triton.lora_delta_(wanted, x, a, b, slots, parts)
+    torch.testing.assert_close(result, wanted, rtol=1e-5, atol=1e-3)
+    plain = lora.lora_linear_reference(x, weight, None, a, b, slots, parts)
+    torch.testing.assert_close(result, plain, rtol=1e-4, atol=1e-2)
 
 
 def test_a_batch_of_one_request_has_kernels_for_one_slot() -> None:
