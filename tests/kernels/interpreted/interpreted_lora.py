@@ -12,7 +12,9 @@ from specdec.kernels import (
     lora_rows_triton,
     lora_triton,
 )
-from specdec.kernels.lora_rows import FEW_ROWS, SlotTiles, packed_size
+from specdec.kernels.lora_rows import FEW_ROWS, SlotTiles, max_tiles, packed_size
+from specdec.verifier.lora import _WARM_UP_BATCHES
+from specdec.verifier.models.lora import max_groups
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -189,6 +191,22 @@ def test_a_batch_of_one_request_has_kernels_for_one_slot() -> None:
         assert torch.equal(result, wanted)
         plain = lora.lora_linear_reference(x, weight, None, a, b, slots)
         torch.testing.assert_close(result, plain, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 8, 100])
+@pytest.mark.parametrize("block_r", [16, 64, 256])
+def test_the_warm_up_meets_every_kernel_of_few_rows(block_r, num_slots) -> None:
+    """A kernel is its height of tile and its slots at once; traffic compiles none."""
+
+    def kernel(num_rows: int, num_reqs: int) -> tuple[int, int]:
+        groups = max_tiles(num_rows, max_groups(num_reqs, num_slots), FEW_ROWS)
+        tiles = linear_triton.tile_arguments(randn(num_rows, 64).bfloat16(), 64, 64, None)
+        at_once = lora_linear_triton._slots_at_once(torch.bfloat16, block_r, num_slots, groups)
+        return tiles["BLOCK_M"], at_once
+
+    warm = {kernel(*batch) for batch in _WARM_UP_BATCHES if batch[0] <= FEW_ROWS}
+    batches = [(rows, reqs) for rows in range(1, FEW_ROWS + 1) for reqs in range(1, rows + 1)]
+    assert {kernel(*batch) for batch in batches} == warm
 
 
 @pytest.mark.parametrize("num_rows", [1, 5, 40, 64])
