@@ -2,13 +2,16 @@
 
 An 8B-shaped model with random weights, drafts by n-gram lookup, k drafts a step. For each rank an
 engine with eight adapters runs batches of base rows, of rows that share one adapter, and of rows
-spread over all of them, and times a step of each: graph replay, adapter kernels and host work.
+spread over all of them, and times a step of each: graph replay, adapter kernels and host work. The
+three take turns, so that a drift of the clocks reaches all of them, and medians over the turns are
+compared; prompts are in the prefix cache after the first turn.
 
     python bench/lora_cost.py --out bench/results/lora_cost.json
 """
 
 import argparse
 import json
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -26,7 +29,9 @@ from specdec.verifier.peft_format import AdapterWeights, adapter_sites
 RANKS = (8, 16, 64)
 REQUEST_COUNTS = (1, 8, 64)
 NUM_ADAPTERS = 8
-WARM_STEPS, TIMED_STEPS = 8, 60
+WARM_STEPS, TIMED_STEPS = 4, 20
+# The first turn, which fills the prefix cache, is not counted.
+TURNS = 5
 SHAPES = {
     "8b": (4096, 14336, 32, 32, 8, 128256),
     "tiny": (64, 128, 2, 4, 2, 512),  # to try the script
@@ -115,8 +120,9 @@ def run(model: CausalLM, rank: int, k: int, length: int) -> list[dict[str, Any]]
         max_num_seqs=max(REQUEST_COUNTS),
         uniform_request_counts=REQUEST_COUNTS,
         max_model_len=2048,
-        num_kv_blocks=max(REQUEST_COUNTS) * 128,
-        enable_prefix_caching=False,
+        # The prompts of all three plans, and what is decoded.
+        num_kv_blocks=max(REQUEST_COUNTS) * (3 * length // 16 + 32),
+        enable_prefix_caching=True,
         max_loras=NUM_ADAPTERS,
         max_lora_rank=rank,
     ) as engine:
@@ -134,20 +140,32 @@ def run(model: CausalLM, rank: int, k: int, length: int) -> list[dict[str, Any]]
                 "one": names[:1] * count,
                 "spread": [names[i % NUM_ADAPTERS] for i in range(count)],
             }
-            times = {plan: step_ms(engine, prompts, lora) for plan, lora in plans.items()}
-            # Again, so that a drift of the clocks would show.
-            again = step_ms(engine, prompts, plans["base"])
+            times: dict[str, list[float]] = {plan: [] for plan in plans}
+            for turn in range(1 + TURNS):
+                for plan, lora in plans.items():
+                    milliseconds = step_ms(engine, prompts, lora)
+                    if turn > 0:
+                        times[plan].append(milliseconds)
+            medians = {plan: statistics.median(values) for plan, values in times.items()}
+            # Within a turn, so that what drifts from turn to turn cancels out.
+            ratios = {
+                plan: statistics.median(
+                    own / base for own, base in zip(times[plan], times["base"], strict=True)
+                )
+                for plan in ("one", "spread")
+            }
             rows.append(
                 {
                     "rank": rank,
                     "num_reqs": count,
                     "k": k,
-                    "base_ms": times["base"],
-                    "base_again_ms": again,
-                    "one_adapter_ms": times["one"],
-                    "eight_adapters_ms": times["spread"],
-                    "ratio_one": times["one"] / times["base"],
-                    "ratio_eight": times["spread"] / times["base"],
+                    "base_ms": medians["base"],
+                    "base_lowest_ms": min(times["base"]),
+                    "base_highest_ms": max(times["base"]),
+                    "one_adapter_ms": medians["one"],
+                    "eight_adapters_ms": medians["spread"],
+                    "ratio_one": ratios["one"],
+                    "ratio_eight": ratios["spread"],
                 }
             )
         table = engine.graph_table()
@@ -171,13 +189,14 @@ def main() -> None:
     arguments = parser.parse_args()
     model = make_model(arguments.shape, arguments.device)
     results = []
-    print("rank  reqs   base ms   one adapter         eight adapters", flush=True)
+    print("rank  reqs   base ms (lowest, highest)   one adapter         eight adapters", flush=True)
     for rank in arguments.ranks:
         rows = run(model, rank, arguments.k, arguments.prompt_len)
         results += rows
         for row in rows:
             print(
-                f"{rank:4}  {row['num_reqs']:4}  {row['base_ms']:8.3f}  "
+                f"{rank:4}  {row['num_reqs']:4}  {row['base_ms']:8.3f} "
+                f"({row['base_lowest_ms']:.3f}, {row['base_highest_ms']:.3f})  "
                 f"{row['one_adapter_ms']:8.3f} ({row['ratio_one']:.3f}x)  "
                 f"{row['eight_adapters_ms']:8.3f} ({row['ratio_eight']:.3f}x)",
                 flush=True,
@@ -191,6 +210,7 @@ def main() -> None:
                 "k": arguments.k,
                 "prompt_len": arguments.prompt_len,
                 "timed_steps": TIMED_STEPS,
+                "turns": TURNS,
                 "adapters": NUM_ADAPTERS,
             },
             "results": results,

@@ -56,7 +56,6 @@ def lora_delta_(
     b_stack: Tensor,
     slot_of_token: Tensor,
     parts: Sequence[int] | None = None,
-    tiles: Tensor | None = None,
 ) -> Tensor:
     """Add each row's low-rank delta to ``out`` in place, and return it.
 
@@ -68,12 +67,11 @@ def lora_delta_(
         b_stack: [S, N, r] in x's dtype, the expanding weights with the adapter's scale in them.
         slot_of_token: [T] int32 or int64; -1 leaves the row as it is, bit for bit.
         parts: output features of each of the P projections that share ``x``; one of N by default.
-        tiles: the rows sorted by slot (``lora_rows.slot_tiles``), where layers share them.
     """
     if x.is_cuda:
         from specdec.kernels import lora_triton
 
-        return lora_triton.lora_delta_(out, x, a_stack, b_stack, slot_of_token, parts, tiles)
+        return lora_triton.lora_delta_(out, x, a_stack, b_stack, slot_of_token, parts)
     return lora_delta_reference(out, x, a_stack, b_stack, slot_of_token, parts)
 
 
@@ -103,7 +101,9 @@ def lora_linear(
 ) -> Tensor:
     """``linear(x, weight, bias)`` with each row's delta: the bits of the two one after the other.
 
-    Arguments as of ``linear`` and ``lora_delta_``.
+    Arguments as of ``linear`` and ``lora_delta_``; ``tiles``, where layers share them, are the rows
+    sorted by slot (``lora_rows.slot_tiles``). On a GPU all expanding weights of the batch's slots
+    must be finite.
     """
     if x.is_cuda:
         from specdec.kernels import lora_linear_triton

@@ -1,12 +1,15 @@
-"""Rows of a batch, sorted by adapter: what the grouped kernels of ``specdec.kernels.lora`` walk."""
+"""Rows of a batch, sorted by adapter: what the kernels of ``specdec.kernels.lora`` walk."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-# Up to this many rows a tile has 16 of them: enough programs for every multiprocessor matter more
-# than reading a weight once.
+# Up to this many rows a tile has all that share a slot: the tiles' slots are those of the batch,
+# each once, which is what ``lora_linear_triton`` reads.
+FEW_ROWS = 64
+# Up to this many a tile has 16: enough programs for every multiprocessor matter more than reading a
+# weight once.
 _SMALL_BATCH = 512
 
 
@@ -24,11 +27,13 @@ class SlotTiles:
     block_m: int  # rows of a tile at most
 
     @classmethod
-    def of(cls, packed: Tensor, num_rows: int, dtype: torch.dtype) -> "SlotTiles":
-        """What ``slot_tiles`` made of ``num_rows`` rows."""
+    def of(
+        cls, packed: Tensor, num_rows: int, dtype: torch.dtype, block_m: int | None = None
+    ) -> "SlotTiles":
+        """What ``slot_tiles`` made of ``num_rows`` rows, in tiles of ``block_m`` where given."""
         num_tiles = (packed.shape[0] - num_rows) // 3
         order, slot, first, end = packed.split([num_rows, num_tiles, num_tiles, num_tiles])
-        return cls(order, slot, first, end, tile_rows(dtype, num_rows))
+        return cls(order, slot, first, end, block_m or tile_rows(dtype, num_rows))
 
     @property
     def num_tiles(self) -> int:
@@ -36,7 +41,9 @@ class SlotTiles:
 
 
 def tile_rows(dtype: torch.dtype, num_rows: int) -> int:
-    """Rows of a tile."""
+    """Rows of a tile at most."""
+    if num_rows <= FEW_ROWS:
+        return FEW_ROWS
     return 16 if num_rows <= _SMALL_BATCH or dtype == torch.float32 else 64
 
 
@@ -45,9 +52,11 @@ def max_tiles(num_rows: int, num_groups: int, block_m: int) -> int:
     return (num_rows + (block_m - 1) * min(num_groups, num_rows)) // block_m
 
 
-def packed_size(num_rows: int, num_groups: int, dtype: torch.dtype) -> int:
+def packed_size(
+    num_rows: int, num_groups: int, dtype: torch.dtype, block_m: int | None = None
+) -> int:
     """Elements of what ``slot_tiles`` makes on a GPU."""
-    return num_rows + 3 * max_tiles(num_rows, num_groups, tile_rows(dtype, num_rows))
+    return num_rows + 3 * max_tiles(num_rows, num_groups, block_m or tile_rows(dtype, num_rows))
 
 
 def slot_tiles(

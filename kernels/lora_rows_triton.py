@@ -66,15 +66,19 @@ def _slot_tiles_kernel(
 
 
 def slot_tiles(
-    slot_of_token: Tensor, num_groups: int, dtype: torch.dtype, out: Tensor | None = None
+    slot_of_token: Tensor,
+    num_groups: int,
+    dtype: torch.dtype,
+    out: Tensor | None = None,
+    block_m: int | None = None,
 ) -> Tensor:
-    """``specdec.kernels.lora_rows.slot_tiles``."""
+    """``specdec.kernels.lora_rows.slot_tiles``; tiles of ``block_m`` rows where given."""
     num_rows = slot_of_token.shape[0]
-    size = packed_size(num_rows, num_groups, dtype)
+    size = packed_size(num_rows, num_groups, dtype, block_m)
     if out is None:
         out = torch.empty(size, dtype=torch.int32, device=slot_of_token.device)
     assert out.shape == (size,)
-    tiles = SlotTiles.of(out, num_rows, dtype)
+    tiles = SlotTiles.of(out, num_rows, dtype, block_m)
     block_t, block_g = _SMALL if num_rows <= _SMALL[0] else _LARGE
     _slot_tiles_kernel[(1,)](
         slot_of_token,

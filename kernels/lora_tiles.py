@@ -13,51 +13,46 @@ def tile_of_rows(tile, order, tile_first, tile_end, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def shrink_tile(
-    tile,
-    part,
+def shrink_rows(
+    rows,  # [BLOCK_M], those of one slot where row_mask
+    row_mask,
+    slot,
+    outputs,  # ranks of all parts
+    output_mask,
     chunk,
     x,  # [T, K], rows x_stride apart
     a_stack,  # [S, P * r, K], slots a_stride apart
-    order,  # of SlotTiles
-    tile_slot,
-    tile_first,
-    tile_end,
     partial,  # [C, T, P * r] float32
     num_rows,
     K,
     x_stride,
     a_stride,
-    RANK: tl.constexpr,
-    NUM_PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,  # P * r
     CHUNK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The partial sums of one tile of rows, for one part and one chunk of the input features."""
-    slot = tl.load(tile_slot + tile)
-    if slot >= 0:
-        rows, row_mask = tile_of_rows(tile, order, tile_first, tile_end, BLOCK_M)
-        ranks = tl.arange(0, BLOCK_R)
-        rank_mask = ranks < RANK
-        depth = tl.arange(0, BLOCK_K)
-        outputs = part * RANK + ranks
-        first = chunk * CHUNK
-        last = tl.minimum(first + CHUNK, K)
-        x_tile = x + rows[:, None].to(tl.int64) * x_stride + depth[None, :]
-        a_tile = a_stack + slot.to(tl.int64) * a_stride + outputs[:, None] * K + depth[None, :]
-        acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
-        for start in tl.range(first, last, BLOCK_K, num_stages=STAGES):
+    """The rows' partial sums of these outputs over one chunk of the input features."""
+    depth = tl.arange(0, BLOCK_K)
+    first = chunk * CHUNK
+    last = tl.minimum(first + CHUNK, K)
+    x_tile = x + rows[:, None].to(tl.int64) * x_stride + depth[None, :]
+    a_tile = a_stack + slot.to(tl.int64) * a_stride + outputs[:, None] * K + depth[None, :]
+    acc = tl.zeros([rows.shape[0], outputs.shape[0]], tl.float32)
+    for start in tl.range(first, last, BLOCK_K, num_stages=STAGES):
+        if EVEN_K:
+            a = tl.load(x_tile + start, mask=row_mask[:, None], other=0.0)
+            b = tl.load(a_tile + start, mask=output_mask[:, None], other=0.0)
+        else:
             inside = (depth < last - start)[None, :]
             a = tl.load(x_tile + start, mask=row_mask[:, None] & inside, other=0.0)
-            b = tl.load(a_tile + start, mask=rank_mask[:, None] & inside, other=0.0)
-            acc = tl.dot(a, tl.trans(b), acc, input_precision=PRECISION)
-        out_row = (chunk.to(tl.int64) * num_rows + rows) * (NUM_PARTS * RANK)
-        target = partial + out_row[:, None] + outputs[None, :]
-        tl.store(target, acc, mask=row_mask[:, None] & rank_mask[None, :])
+            b = tl.load(a_tile + start, mask=output_mask[:, None] & inside, other=0.0)
+        acc = tl.dot(a, tl.trans(b), acc, input_precision=PRECISION)
+    out_row = (chunk.to(tl.int64) * num_rows + rows) * WIDTH
+    target = partial + out_row[:, None] + outputs[None, :]
+    tl.store(target, acc, mask=row_mask[:, None] & output_mask[None, :])
 
 
 @triton.jit
@@ -79,8 +74,13 @@ def shrunk_rows(
     mask = row_mask[:, None] & (ranks < RANK)[None, :]
     source = partial + rows[:, None].to(tl.int64) * width + (part * RANK + ranks)[None, :]
     total = tl.zeros([rows.shape[0], BLOCK_R], tl.float32)
-    for chunk in tl.static_range(NUM_CHUNKS):
-        total += tl.load(source + chunk * num_rows.to(tl.int64) * width, mask=mask, other=0.0)
+    # As many loads in flight as there are registers for.
+    AT_ONCE: tl.constexpr = NUM_CHUNKS if rows.shape[0] * BLOCK_R <= 1024 else 2
+    for first in range(0, NUM_CHUNKS, AT_ONCE):
+        for chunk in tl.static_range(AT_ONCE):
+            offset = (first + chunk) * num_rows.to(tl.int64) * width
+            there = mask & (first + chunk < NUM_CHUNKS)
+            total += tl.load(source + offset, mask=there, other=0.0)
     return total.to(dtype)
 
 

@@ -6,8 +6,8 @@ slot, S adapter slots, C chunks of K, G tiles of rows.
 Two launches. The first shrinks: chunk c of the input features gives a partial sum, [C, T, P * r] in
 float32. The second adds a row's partial sums in the order of the chunks, rounds, expands, and adds
 to the output. Chunks lie at fixed input features, so that a row's sums have one order whatever the
-number of rows. A tile's rows share an adapter (``lora_rows``): a program that met several would
-wait for one after the other.
+number of rows; ``lora_linear_triton`` has the same ones. A tile's rows share an adapter
+(``lora_rows``): a program that met several would wait for one after the other.
 """
 
 from collections.abc import Sequence
@@ -22,12 +22,12 @@ from torch import Tensor
 from specdec.kernels.activation_triton import silu_product
 from specdec.kernels.launch import pdl_options, wait_for_inputs
 from specdec.kernels.linear_triton import unit_stride
-from specdec.kernels.lora_rows import SlotTiles
+from specdec.kernels.lora_rows import FEW_ROWS, SlotTiles
 from specdec.kernels.lora_rows_triton import TILES, slot_tiles
-from specdec.kernels.lora_tiles import expand_tile, shrink_tile, shrunk_rows, tile_of_rows
+from specdec.kernels.lora_tiles import expand_tile, shrink_rows, shrunk_rows, tile_of_rows
 
 # Chunks of the input features; each is one partial sum, which every tile of the second launch adds.
-_MAX_CHUNKS = 4
+MAX_CHUNKS = 4
 _MIN_CHUNK = 512
 
 
@@ -55,30 +55,31 @@ def _shrink_kernel(
     PDL: tl.constexpr,
 ):
     wait_for_inputs(PDL)
-    shrink_tile(
-        tl.program_id(0),
-        tl.program_id(1),
-        tl.program_id(2),
-        x,
-        a_stack,
-        order,
-        tile_slot,
-        tile_first,
-        tile_end,
-        partial,
-        num_rows,
-        K,
-        x_stride,
-        a_stride,
-        RANK,
-        NUM_PARTS,
-        CHUNK,
-        BLOCK_M,
-        BLOCK_R,
-        BLOCK_K,
-        STAGES,
-        PRECISION,
-    )
+    slot = tl.load(tile_slot + tl.program_id(0))
+    if slot >= 0:
+        rows, row_mask = tile_of_rows(tl.program_id(0), order, tile_first, tile_end, BLOCK_M)
+        ranks = tl.arange(0, BLOCK_R)
+        shrink_rows(
+            rows,
+            row_mask,
+            slot,
+            tl.program_id(1) * RANK + ranks,
+            ranks < RANK,
+            tl.program_id(2),
+            x,
+            a_stack,
+            partial,
+            num_rows,
+            K,
+            x_stride,
+            a_stride,
+            NUM_PARTS * RANK,
+            CHUNK,
+            BLOCK_K,
+            False,
+            STAGES,
+            PRECISION,
+        )
 
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=TILES)
@@ -197,6 +198,14 @@ def _expand_silu_mul_kernel(
         tl.store(target, silu_product(gate, up, dtype), mask=mask)
 
 
+def chunk_size(depth: int) -> int:
+    """Input features of a partial sum: the layer's own, whatever the batch and the kernel."""
+    chunk = _MIN_CHUNK
+    while depth > chunk * MAX_CHUNKS:
+        chunk *= 2
+    return chunk
+
+
 @dataclass(frozen=True, slots=True)
 class Shrink:
     """The first launch's shape. What it does to a row depends on the layer alone."""
@@ -221,24 +230,21 @@ class Shrink:
         """``tiles`` are those of ``slot_of_token``, or None where nobody has made them."""
         assert a_stack.stride(2) == 1 and a_stack.stride(1) == x.shape[1]
         num_rows, depth = x.shape
+        block_m = None
         if tiles is None:
-            tiles = slot_tiles(slot_of_token, a_stack.shape[0] + 1, x.dtype)
-        chunk = _MIN_CHUNK
-        while depth > chunk * _MAX_CHUNKS:
-            chunk *= 2
+            # Those of ``tile_rows`` are too high for few rows of many slots.
+            block_m = 16 if num_rows <= FEW_ROWS else None
+            tiles = slot_tiles(slot_of_token, a_stack.shape[0] + 1, x.dtype, block_m=block_m)
+        chunk = chunk_size(depth)
         shape = (triton.cdiv(depth, chunk), num_rows, a_stack.shape[1])
         partial = torch.empty(shape, dtype=torch.float32, device=x.device)
         rank = a_stack.shape[1] // num_parts
-        unpacked = SlotTiles.of(tiles, num_rows, x.dtype)
+        unpacked = SlotTiles.of(tiles, num_rows, x.dtype, block_m)
         return cls(unit_stride(x), a_stack, unpacked, num_parts, rank, chunk, partial)
 
     @property
     def num_chunks(self) -> int:
         return self.partial.shape[0]
-
-    @property
-    def num_programs(self) -> int:
-        return self.tiles.num_tiles * self.num_parts * self.num_chunks
 
     @property
     def is_float32(self) -> bool:
@@ -348,12 +354,11 @@ def lora_delta_(
     b_stack: Tensor,
     slot_of_token: Tensor,
     parts: Sequence[int] | None = None,
-    tiles: Tensor | None = None,
 ) -> Tensor:
     """``specdec.kernels.lora.lora_delta_``."""
     widths = tuple(parts or (out.shape[1],))
     if x.shape[0] == 0:
         return out
-    shrink = Shrink.of(x, a_stack, slot_of_token, tiles, len(widths))
+    shrink = Shrink.of(x, a_stack, slot_of_token, None, len(widths))
     shrink.launch()
     return expand_(shrink, out, b_stack, widths)

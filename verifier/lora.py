@@ -18,8 +18,12 @@ from specdec.verifier.peft_format import EMBEDDING, HEAD, AdapterError, AdapterW
 
 # Regions of a slot start at multiples of this many elements, for aligned loads.
 _ALIGNMENT = 128
-# One for each height of tile, on both sides of the borders between kernels.
-_WARM_UP_ROWS = (1, 32, 64, 65, 600)
+# Rows and requests of batches: one for each height of tile and on both sides of the borders between
+# kernels; few rows have kernels for one slot and for several.
+_WARM_UP_BATCHES = (
+    *((16, 1), (16, 16), (32, 1), (32, 32), (64, 1), (64, 64)),
+    *((65, 65), (600, 600)),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +86,8 @@ class LoraSlots:
     def pack(self, weights: AdapterWeights) -> Tensor:
         """An adapter as a slot holds it, on the host: [slot_size], pinned for a GPU.
 
-        Raises AdapterError where it does not fit the slots or was made for another base model.
+        Raises AdapterError where it does not fit the slots, was made for another base model, or
+        has values beyond the model's dtype.
         """
         self.check(weights)
         packed = torch.zeros(self.slot_size, dtype=self.data.dtype)
@@ -91,7 +96,8 @@ class LoraSlots:
             row = 0
             for number, (name, width) in enumerate(zip(region.names, region.parts, strict=True)):
                 if name in weights.sites:
-                    own_a, own_b = self._own_part(name, *weights.sites[name])
+                    # Whole ones are checked, so that all ranks refuse the same adapters.
+                    own_a, own_b = self._own_part(name, *self._rounded(weights, name))
                     rank = own_b.shape[1]
                     # A rank's part of a vocabulary may be padded.
                     b[row : row + own_b.shape[0], :rank] = own_b
@@ -141,6 +147,17 @@ class LoraSlots:
             return a.narrow(1, cut.start, cut.length), b
         return (cut.of(a), b) if cut.dim == 1 else (a, cut.of(b))
 
+    def _rounded(self, weights: AdapterWeights, name: str) -> tuple[Tensor, Tensor]:
+        """A module's A and B in the slots' dtype, finite: kernels multiply others' rows with 0."""
+        a, b = (tensor.to(self.data.dtype) for tensor in weights.sites[name])
+        for part, tensor in (("lora_A", a), ("lora_B times its scale", b)):
+            if not torch.isfinite(tensor).all():
+                raise AdapterError(
+                    f"adapter {weights.path!r}: {name}: {part} holds values that are not finite in "
+                    f"the model's {str(self.data.dtype).removeprefix('torch.')}"
+                )
+        return a, b
+
     def load(self, slot: int, packed: Tensor | None) -> None:
         """Copy an adapter into a slot, or clear it; ordered after all work launched before."""
         if packed is None:
@@ -154,9 +171,9 @@ class LoraSlots:
         model, layers = self.model, self.model.first_layers()
         layer = layers[0]
         mlps = {type(layer.mlp): layer.mlp for layer in layers}
-        for num_rows in _WARM_UP_ROWS:
+        for num_rows, num_reqs in _WARM_UP_BATCHES:
             nobody = torch.full((num_rows,), -1, dtype=torch.int64, device=model.device)
-            rows = AdapterRows(nobody, num_rows)
+            rows = AdapterRows(nobody, num_reqs)
             hidden = self.data.new_zeros(num_rows, model.config.hidden_size)
             for _, linear in layer.attention.linears(""):
                 linear(self.data.new_zeros(num_rows, linear.weight.shape[1]), rows)

@@ -1,19 +1,16 @@
-"""P4, P10 and exactness with adapters on a real GPU."""
+"""P4, P10 and exactness of engines with adapters on a real GPU."""
 
 import pytest
-import torch
 from adapters import merged, write_adapter
 from harness import PROMPTS, assert_decodes_replayed, assert_no_leak, greedy
 from oracle import CLOSE_CALL, Oracle
 from tiny import make_tiny
 
 import specdec
-from specdec.kernels import linear_triton, lora
-from specdec.kernels.activation import silu_mul
-from specdec.kernels.linear import configure_exact_blas, linear, linear_silu_mul
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("exact_and_poisoned"),
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
 ]
 
@@ -27,117 +24,6 @@ FORMS = [
     {"r": 24, "lora_alpha": 24},
     {"r": 8, "target_modules": ["k_proj", "o_proj", "up_proj"]},
 ]
-SHAPES = [((4096, 1024, 1024), 4096), ((4096,), 14336), ((576, 192, 192), 576), ((63,), 75)]
-ROW_COUNTS = [1, 5, 15, 16, 17, 40, 63, 64, 65, 80, 320, 511, 512, 513, 1024, 2048]
-
-
-@pytest.fixture(autouse=True)
-def exact_and_poisoned():
-    """cuBLASLt without split-K, and NaN in all memory that PyTorch hands out unwritten."""
-    configure_exact_blas()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-def randn(*shape, dtype=torch.bfloat16, seed=0):
-    generator = torch.Generator("cuda").manual_seed(seed)
-    return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
-
-
-def stacks(num_slots, rank, depth, parts, dtype=torch.bfloat16):
-    """The last slot is NaN: no row may read it."""
-    a = randn(num_slots, len(parts) * rank, depth, dtype=dtype, seed=1) / depth**0.5
-    b = randn(num_slots, sum(parts), rank, dtype=dtype, seed=2) / rank**0.5
-    a[-1] = b[-1] = torch.nan
-    return a, b
-
-
-def slots_of(num_rows, num_adapters):
-    """Requests of five rows; one in four is a base row's."""
-    requests = torch.arange(num_rows, device="cuda") // 5
-    return torch.where(requests % 4 == 3, -1, requests % num_adapters)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("rank", [8, 16, 64])
-@pytest.mark.parametrize(("parts", "depth"), SHAPES)
-def test_delta_is_as_good_as_pytorchs(parts, depth, rank, dtype):
-    """Error against float64 at most twice that of a gather and two products in the same dtype.
-
-    In float32, where PyTorch's products do not add in order, at most that of two sums in order:
-    ``depth`` and ``rank`` additions, each off by up to 2^-23 of the sum so far, either way.
-    """
-    a, b = stacks(5, rank, depth, parts, dtype)
-    for num_rows in (5, 80, 600):
-        x, slots = randn(num_rows, depth, dtype=dtype, seed=3), slots_of(num_rows, 4)
-        out = torch.zeros(num_rows, sum(parts), dtype=dtype, device="cuda")
-        result = lora.lora_delta_(out.clone(), x, a, b, slots, parts).double()
-        plain = lora.lora_delta_reference(out.clone(), x, a, b, slots, parts).double()
-        wide = (t.double() for t in (out, x, a, b))
-        exact = lora.lora_delta_reference(*wide, slots, parts)
-        assert result.isfinite().all()
-        norm = exact.norm()
-        bound = 2 * (plain - exact).norm() / norm + 1e-12
-        if dtype == torch.float32:
-            bound = (depth**0.5 + rank**0.5) * 2**-23
-        assert (result - exact).norm() / norm <= bound
-        assert not result[slots < 0].any()
-
-
-@pytest.mark.parametrize("rank", [8, 16, 64])
-@pytest.mark.parametrize(("parts", "depth"), SHAPES)
-def test_rows_have_the_same_bits_in_every_batch(parts, depth, rank):
-    """Any number of rows, fused with the product or after it; base rows have the layer's bits."""
-    a, b = stacks(5, rank, depth, parts)
-    x, weight = randn(2048, depth, seed=3), randn(sum(parts), depth, seed=4)
-    slots = slots_of(2048, 4)
-    product = linear(x, weight)
-    wanted = lora.lora_delta_(product.clone(), x, a, b, slots, parts)
-    base = slots < 0
-    assert torch.equal(wanted[base], product[base])
-    assert (wanted[~base] != product[~base]).any(1).all()
-    for num_rows in ROW_COUNTS:
-        rows = slice(0, num_rows)
-        result = lora.lora_linear(x[rows], weight, None, a, b, slots[rows], parts)
-        assert torch.equal(result, wanted[rows]), num_rows
-        # The same rows further back, beside others.
-        rows = slice(2048 - num_rows, 2048)
-        result = lora.lora_linear(x[rows], weight, None, a, b, slots[rows], parts)
-        assert torch.equal(result, wanted[rows]), num_rows
-
-
-@pytest.mark.parametrize("rank", [8, 64])
-@pytest.mark.parametrize(("features", "depth"), [(14336, 4096), (1536, 576), (63, 75)])
-def test_gate_and_up_have_the_bits_of_separate_steps(features, depth, rank):
-    parts = (features, features)
-    a, b = stacks(5, rank, depth, parts)
-    x, weight = randn(600, depth, seed=3), randn(2 * features, depth, seed=4) / depth**0.5
-    slots = slots_of(600, 4)
-    gate_up = lora.lora_delta_(linear(x, weight), x, a, b, slots, parts)
-    wanted, base = silu_mul(gate_up), linear_silu_mul(x, weight)
-    for num_rows in (1, 5, 17, 40, 64, 65, 320, 513, 600):
-        rows = slice(0, num_rows)
-        result = lora.lora_linear_silu_mul(x[rows], weight, a, b, slots[rows])
-        assert torch.equal(result, wanted[rows]), num_rows
-        own = slots[rows] < 0
-        assert torch.equal(result[own], base[rows][own])
-
-
-def test_embedding_rows():
-    a, b = randn(4, 300, 8, seed=1), randn(4, 200, 8, seed=2)
-    ids = torch.arange(40, device="cuda") * 7 % 300
-    slots, out = slots_of(40, 4), randn(40, 200, seed=3)
-    wanted = lora.lora_embedding_reference(out.clone(), ids, a, b, slots)
-    result = lora.lora_embedding_(out.clone(), ids, a, b, slots)
-    torch.testing.assert_close(result, wanted, rtol=2e-2, atol=2e-2)
-    assert torch.equal(result[slots < 0], out[slots < 0])
-
-
-def test_both_families_of_products_are_met():
-    """The row counts above lie on both sides of the border between Triton and cuBLASLt."""
-    assert 5 < linear_triton.MAX_SKINNY_ROWS < 320
 
 
 @pytest.fixture(scope="module")
@@ -336,17 +222,20 @@ def test_verified_graphs_of_prompts_with_adapters_have_no_error(wide):
             assert any(r.descriptor.has_lora and not r.descriptor.uniform for r in used)
 
 
-def test_nothing_is_compiled_after_the_start(wide, monkeypatch):
-    """Prompts of many lengths with adapters meet kernels that were compiled at start-up."""
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_nothing_is_compiled_after_the_start(wide, monkeypatch, dtype):
+    """Prompts of many lengths, alone and together, meet kernels compiled at start-up."""
     compiled = []
 
     def note(*, fn, **_):
         if "lora" in fn.module:
             compiled.append(fn.name)
 
-    with gpu_engine(wide) as engine:
+    with gpu_engine(wide, dtype=dtype) as engine:
         monkeypatch.setattr("triton.knobs.runtime.jit_cache_hook", note)
-        for length in (1, 3, 17, 40, 90, 200):
+        for length in (1, 3, 17, 40, 60, 64, 65, 90, 200):
             prompts = [[(5 * i + 3 * j) % 300 for j in range(length)] for i in range(len(NAMES))]
+            engine.generate(prompts[0], greedy(2), lora=NAMES[0])
             engine.generate(prompts, greedy(6), lora=NAMES)
+            engine.generate(prompts[:2], greedy(6), lora=NAMES[-2:])
         assert compiled == []

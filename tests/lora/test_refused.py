@@ -125,6 +125,20 @@ def test_tensors(engine, good, tmp_path, change, part):
     refuse(engine, rewritten(good, tmp_path / "bad", change), part)
 
 
+def test_values_beyond_the_models_dtype(models, good, tmp_path):
+    """float16 ends at 65504: by A alone, and by B times its scale, which is finite in the file."""
+    with cpu_engine(
+        models["target"], None, 0, dtype="float16", lora={"good": good}, cudagraph_mode="NONE"
+    ) as engine:
+        for part, value, named in (
+            ("A", 1e6, "lora_A holds"),
+            ("B", 6e4, "lora_B times its scale"),
+        ):
+            key = f"{LORA}{Q}.lora_{part}.weight"
+            path = rewritten(good, tmp_path / part, lambda t, key=key, v=value: t[key].fill_(v))
+            refuse(engine, path, f"{Q}: {named}.*not finite.*float16")
+
+
 def test_files(engine, good, tmp_path):
     refuse(engine, tmp_path / "nowhere", "nowhere", FileNotFoundError)
     (tmp_path / "empty").mkdir()
