@@ -1,5 +1,6 @@
 """One call from prompt to text."""
 
+import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -11,7 +12,10 @@ from specdec.engine import Engine
 from specdec.outputs import Generation
 from specdec.params import SamplingParams
 
-_engines: dict[Any, Engine] = {}
+# Engines that ``generate`` keeps, the one used last at the end. Each holds its weights, KV and
+# graphs, so there are few: enough for comparing two ways in turn.
+MAX_ENGINES = 2
+_engines: dict[str, Engine] = {}
 
 
 def generate(
@@ -33,7 +37,8 @@ def generate(
         draft: see ``Engine``; "auto" picks a drafter that needs no other weights.
         lora: the folder of an adapter in PEFT's format, or None for the model as it is.
         params: fields of ``SamplingParams`` and of ``EngineConfig``. The engine is kept for the
-            next call with the same model, draft, k and engine fields.
+            next call with the same model, draft, k and engine fields: the two engines that were
+            used last are. Before another is made the older of them is closed and its memory freed.
 
     Raises:
         TypeError: an unknown name. ValueError: a value out of range, named.
@@ -90,9 +95,15 @@ def _templated(engine: Engine, messages: list[Any], plain: str | None) -> Any:
 def _engine(model: Any, draft: Any, k: int | str, engine_fields: dict[str, Any]) -> Engine:
     key = repr((_identity(model), _identity(draft), k))
     key += repr(sorted(engine_fields.items()))
-    if key not in _engines:
-        _engines[key] = Engine(model, draft, k, **engine_fields)
-    return _engines[key]
+    engine = _engines.pop(key, None)
+    if engine is None:
+        while len(_engines) >= MAX_ENGINES:
+            _engines.pop(next(iter(_engines))).close()
+            # What it held must be gone before the next one takes its memory.
+            gc.collect()
+        engine = Engine(model, draft, k, **engine_fields)
+    _engines[key] = engine
+    return engine
 
 
 def _identity(value: Any) -> Any:

@@ -18,12 +18,13 @@ from specdec.build_drafter import (
     read_draft_lora,
 )
 from specdec.config import EngineConfig
-from specdec.drafters.adaptive import AdaptiveK, widths_up_to
+from specdec.drafters.adaptive import widths_up_to
 from specdec.drafters.base import Drafter
 from specdec.drafters.combined import CombinedDrafter, make_lookup, split_names
 from specdec.drafters.draft_model import DraftModelDrafter
 from specdec.drafters.shipped import auto_draft
-from specdec.graph_report import start_progress, start_up_line
+from specdec.drafters.step_costs import StepCosts
+from specdec.graph_report import start_up_line
 from specdec.graph_setup import make_dispatcher, make_flat_model, resolve_mode
 from specdec.intake import Intake
 from specdec.kernels.linear import configure_exact_blas
@@ -35,6 +36,7 @@ from specdec.rounds import RoundsChoice, make_rounds_choice
 from specdec.runner import Runner
 from specdec.scheduler import Scheduler
 from specdec.sources import Source, check_device, dtype_of, load_source, read_source
+from specdec.start_up import capture_and_time
 from specdec.step import DecodeStep
 from specdec.tokenizer import Tokenizer
 from specdec.verifier.attention.select import BackendChoice, choose_backend, default_block_size
@@ -67,7 +69,7 @@ class Parts:
     max_k: int
     max_model_len: int
     capture_seconds: float
-    adaptive: AdaptiveK | None
+    costs: StepCosts | None  # of decode steps, where k="auto"
     attention: BackendChoice  # of the target
     rounds: RoundsChoice
     ranks: Ranks
@@ -255,11 +257,15 @@ def _build(
     if adapters is not None:
         manager.start(adapters, lora, draft_lora)
     capture_started = time.perf_counter()
-    if config.capture == "eager":
-        with start_progress("capturing") as progress:
-            runner.capture_all(progress)
+    costs = capture_and_time(
+        runner,
+        rounds,
+        eager=config.capture == "eager",
+        adapts=adapts,
+        num_adapter_slots=adapters.slots.max_loras if adapters is not None else 0,
+        largest=ranks.largest,
+    )
     capture_seconds = time.perf_counter() - capture_started
-    adaptive = AdaptiveK(runner.decode_costs()) if adapts else None
     ranks.begin()
     logger.info(start_up_line(runner.graph_table(), capture_seconds))
     return Parts(
@@ -274,7 +280,7 @@ def _build(
         max_k=limits.max_k,
         max_model_len=limits.max_model_len,
         capture_seconds=capture_seconds,
-        adaptive=adaptive,
+        costs=costs,
         attention=attention,
         rounds=rounds,
         ranks=ranks,

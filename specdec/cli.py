@@ -10,14 +10,32 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from specdec import __version__
 from specdec.bench.command import bench
 from specdec.doctor.command import doctor
-from specdec.options import json_object, sizes
+from specdec.options import (
+    DEFAULT_MODE,
+    ChatTemplateOption,
+    CompilationOption,
+    DeviceOption,
+    DraftOption,
+    DtypeOption,
+    KOption,
+    MaxNumSeqsOption,
+    ModelArgument,
+    ModeOption,
+    RanksOption,
+    StepsOption,
+    draft_of,
+    draft_width,
+    json_object,
+    sizes,
+    steps_per_replay,
+)
 from specdec.server.command import serve
 from specdec.train.command import train_draft
 
@@ -36,64 +54,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-ModelArgument = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="[MODEL]",
-        help="A Hugging Face folder or hub id, or a .gguf file. "
-        "Default: the bundled SmolLM2-135M-Instruct.",
-        show_default=False,
-    ),
-]
-DraftOption = Annotated[
-    str,
-    typer.Option(
-        help="none, auto, ngram, suffix, layer_skip:N, a draft model of the same tokenizer, "
-        "or suffix+ before one of the last two.",
-    ),
-]
-
-
-def draft_width(text: str) -> int | str:
-    """The value of ``--k``: a number or "auto"."""
-    try:
-        return text if text == "auto" else int(text)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is neither a number nor auto") from None
-
-
-KOption = Annotated[
-    Any,
-    typer.Option(
-        "--k",
-        metavar="N|auto",
-        parser=draft_width,
-        help="Drafts per step; auto takes what pays at the moment, down to 0.",
-    ),
-]
-DtypeOption = Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")]
-DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
-RanksOption = Annotated[
-    int, typer.Option("--tensor-parallel-size", help="GPUs that hold the model together.")
-]
-ModeOption = Annotated[
-    str,
-    typer.Option(help="NONE, PIECEWISE, FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE."),
-]
 NoGraphOption = Annotated[
     bool, typer.Option("--no-graph", help="Run without graphs: --cudagraph-mode NONE.")
 ]
-CompilationOption = Annotated[
-    str | None,
-    typer.Option(
-        "--compilation-config",
-        metavar="JSON",
-        help='As in vLLM: \'{"mode": 3, "compile_sizes": [8]}\'.',
-        show_default=False,
-    ),
-]
 ADAPTER = "adapter"  # what --lora is called in the engine
-DEFAULT_MODE = "FULL_AND_PIECEWISE"
 
 
 def main() -> None:
@@ -123,10 +87,6 @@ def say(line: str = "") -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def draft_of(name: str) -> str | None:
-    return None if name.lower() == "none" else name
-
-
 def graph_mode(mode: str, no_graph: bool) -> str:
     if not no_graph:
         return mode
@@ -152,7 +112,8 @@ def generate(
         typer.Option("--prompt", "-p", help="May be given several times. Default: standard input."),
     ] = None,
     draft: DraftOption = "auto",
-    k: KOption = 4,
+    k: KOption = "4",
+    steps: StepsOption = "auto",
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Keep the likeliest tokens; 0 is off.")] = 0,
@@ -174,9 +135,7 @@ def generate(
     cudagraph_mode: ModeOption = DEFAULT_MODE,
     no_graph: NoGraphOption = False,
     compilation: CompilationOption = None,
-    chat_template: Annotated[
-        bool, typer.Option(help="Apply an instruct model's chat template.")
-    ] = True,
+    chat_template: ChatTemplateOption = True,
     stream: Annotated[
         bool | None,
         typer.Option(
@@ -208,6 +167,7 @@ def generate(
         stop=stop or None,
     )
     fields: dict[str, Any] = {
+        "steps_per_replay": steps_per_replay(steps),
         "dtype": dtype,
         "device": device,
         "tensor_parallel_size": tensor_parallel_size,
@@ -216,7 +176,7 @@ def generate(
         "lora": {ADAPTER: lora} if lora is not None else None,
     }
     adapter = ADAPTER if lora is not None else None
-    with Engine(model, draft_of(draft), k, **fields) as engine:
+    with Engine(model, draft_of(draft), draft_width(k), **fields) as engine:
         say(start_up_line(engine.graph_table(), engine.capture_seconds))
         prompts = [chat_prompts(engine, text) if chat_template else text for text in texts]
         if as_json:
@@ -227,6 +187,8 @@ def generate(
         else:
             show = sys.stdout.isatty() if stream is None else stream
             print_texts(engine, prompts, params, adapter, streaming=show)
+        if k == "auto":
+            show_crossover(engine, sys.stderr)
 
 
 def read_prompts(given: list[str] | None) -> list[str]:
@@ -294,11 +256,8 @@ def as_dict(prompt: str, result: "Generation") -> dict[str, Any]:
 def graphs(
     model: ModelArgument = None,
     draft: DraftOption = "auto",
-    k: KOption = 4,
-    max_num_seqs: Annotated[
-        int | None,
-        typer.Option(help="Requests that run at once.", show_default="8 on the CPU, 64 on a GPU"),
-    ] = None,
+    k: KOption = "4",
+    max_num_seqs: MaxNumSeqsOption = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     tensor_parallel_size: RanksOption = 1,
@@ -334,15 +293,29 @@ def graphs(
         "cudagraph_capture_sizes": sizes("--cudagraph-capture-sizes", capture_sizes),
         "max_num_seqs": max_num_seqs,
     }
-    with Engine(model, draft_of(draft), k, **fields) as engine:
+    with Engine(model, draft_of(draft), draft_width(k), **fields) as engine:
         rows = engine.graph_table()
         console = Console()
         console.print(graph_table(rows))
         line = start_up_line(rows, engine.capture_seconds)
         console.print(f"\n{line}", highlight=False, soft_wrap=True)
+        show_crossover(engine, sys.stdout)
         if plot is not None:
             plot_graphs(rows, plot)
             say(f"wrote {plot}")
+
+
+def show_crossover(engine: "Engine", file: IO[str]) -> None:
+    """Which k pays at how many requests, where the engine chooses."""
+    from rich.console import Console
+
+    from specdec.tables import crossover_table
+
+    rows = engine.crossover()
+    if rows:
+        console = Console(file=file)
+        console.print()
+        console.print(crossover_table(rows))
 
 
 app.command()(bench)

@@ -64,7 +64,8 @@ class EngineConfig:
         extra_k: further draft widths, each with graphs of its own, beside 0 and the engine's k.
         steps_per_replay: decode steps in one replay of a graph, 1 to 8: the host works once for all
             of them, and a stream's tokens come that many steps at once. "auto" is 1, or 4 on a GPU
-            where the host is the limit and no text is streamed (see ``RoundsChoice``).
+            where the host is the limit and no text is streamed; which batches have graphs of 4 is
+            decided at start-up (see ``RoundsChoice``).
         async_scheduling: launch a step before the last one's tokens are read; "auto" on a GPU.
         capture: "eager" captures all greedy keys at start-up, "lazy" each key on first use. Off a
             GPU, graphs of batches with prompts are always captured on first use.

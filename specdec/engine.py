@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from specdec import draft_notes
+from specdec.adaptation import Adaptation
 from specdec.config import EngineConfig, check_adapter_name, check_k
-from specdec.drafters.adaptive import AdaptiveK
+from specdec.drafters.adaptive import CrossoverRow
 from specdec.ends import TextTail, close, commit, event
 from specdec.failures import find_culprit
 from specdec.intake import Intake, Prompt, prompts_of
@@ -79,7 +80,6 @@ class Engine:
         self._pool = parts.scheduler.pool
         self._intake: Intake = parts.intake
         self._lora: LoraManager = parts.lora
-        self._adaptive = parts.adaptive
         self._rounds: RoundsChoice = parts.rounds
         self._last_decode: float | None = None  # when the last of a run of decode-only steps ended
         self._waited = 0.0  # seconds since then that the host waited for the device
@@ -88,6 +88,9 @@ class Engine:
         wanted = parts.config.async_scheduling
         on_gpu = parts.runner.device.type == "cuda"
         self._reads_late = (on_gpu if wanted == "auto" else bool(wanted)) and not host_drafts
+        self._adaptation: Adaptation | None = None
+        if parts.costs is not None:
+            self._adaptation = Adaptation(parts.costs, parts.runner, reads_late=self._reads_late)
         self._launched: deque[Launched] = deque()
         self._num_grammars = 0  # requests in the engine whose output follows a format
         self._tails: dict[Request, TextTail] = {}
@@ -202,9 +205,12 @@ class Engine:
         """Names of adapters that were removed and that running requests still use."""
         return self._lora.unloading
 
-    def crossover(self) -> list[tuple[int, int, dict[int, float]]]:
-        """With k="auto": per number of requests, the k that wins now and each k's tokens/s."""
-        return self._adaptive.crossover() if self._adaptive is not None else []
+    def crossover(self) -> list[CrossoverRow]:
+        """With k="auto": by number of requests and context, the k that wins now and what each gets.
+
+        By the measured costs, and the acceptance of rows without an adapter.
+        """
+        return self._adaptation.choice.crossover() if self._adaptation is not None else []
 
     def abort_all(self, group: Sequence[Request]) -> None:
         """End these requests where they stand; those that have ended are left alone."""
@@ -259,13 +265,13 @@ class Engine:
         replay this is all of them. A step that fails is as if it had not been; the request that
         makes it fail is found and ends with "error".
         """
-        if self._adaptive is not None:
-            self._adapt(self._adaptive)
         if self._num_grammars or self._scheduler.suspects:
             # A row with a grammar needs its newest tokens on the host before it goes on, and
             # whether a suspect is cleared shows in its tokens.
             self._drain()
         rounds = self._rounds.choose(self._scheduler.running)
+        if self._adaptation is not None:
+            self._adaptation.before_step(self._scheduler.running, rounds.count)
         plan = self._scheduler.schedule(may_preempt=not self._launched, rounds=rounds)
         if plan is None:
             return self._drain()
@@ -294,26 +300,16 @@ class Engine:
         if culprit is not None:
             self._end([culprit], "error")
 
-    def _adapt(self, adaptive: AdaptiveK) -> None:
-        """Give the rows that adapt the k that promises the most tokens per second now."""
-        rows = [request for request in self._scheduler.running if request.adapts]
-        if rows:
-            k = adaptive.choose(len(self._scheduler.running))
-            changed = [request for request in rows if request.k != k]
-            for request in changed:
-                request.k = k
-            if changed:
-                self._runner.write_k([request.row for request in changed], k)
-
     def _note_cost(self, plan: StepPlan) -> None:
         """Between two launches of decode rows alone lies what one of them takes."""
-        now = time.perf_counter()
+        now, seconds = time.perf_counter(), None
         alone = bool(plan.decodes) and not plan.prefills
+        rounds = self._records[-1].rounds if alone else 1
         if alone and self._last_decode is not None:
-            seconds, rounds = now - self._last_decode, self._records[-1].rounds
-            if self._adaptive is not None:
-                self._adaptive.observe_cost(len(plan.decodes), plan.k, seconds / rounds)
+            seconds = now - self._last_decode
             self._rounds.observe(rounds, seconds, self._waited)
+        if self._adaptation is not None:
+            self._adaptation.after_step(plan, seconds, self._waited, rounds)
         self._last_decode, self._waited = now if alone else None, 0.0
 
     def _track(self, launched: list[Launched], records: list[StepRecord]) -> None:
@@ -349,8 +345,8 @@ class Engine:
         if is_decode:
             accepted = min(result.num_accepted, committed)
             request.stats.record(result.num_drafted, accepted, committed)
-            if self._adaptive is not None:
-                self._adaptive.observe(result.num_drafted, result.num_accepted)
+            if self._adaptation is not None:
+                self._adaptation.after_row(request, result.num_drafted, result.num_accepted)
             drafted, first = result.num_drafted, result.num_from_first
             self._tally[request.adapter_name, drafted, accepted, first] += 1
         request.events.append(event(request, tail, committed))

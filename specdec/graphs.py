@@ -1,61 +1,25 @@
 """The graphs of one engine: what each pass runs, which graphs exist, and how they are captured."""
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from specdec.drafters.base import Draft
+from specdec.graph_keys import CaptureKey, PassOutput, UniformPass, groups_of
 from specdec.outputs import StepRecord
-from specdec.verifier.batch import PassResult
 from specdec.verifier.capture import CaptureError
 from specdec.verifier.context import set_forward_context
 from specdec.verifier.dispatcher import CudagraphDispatcher
 from specdec.verifier.flat_model import FlatModel
 from specdec.verifier.graph import CUDAGraphWrapper, GraphPool, GraphRow
 from specdec.verifier.modes import BatchDescriptor, CUDAGraphMode, GraphKey
-from specdec.verifier.planner import KeyGroup, keys_that_fit
+from specdec.verifier.planner import keys_that_fit
 
 logger = logging.getLogger(__name__)
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
-
-PassOutput = PassResult | Draft | Tensor
-
-
-@dataclass(eq=False, slots=True)
-class UniformPass:
-    """One kind of uniform pass: what it runs, its graphs, and which of them exist."""
-
-    role: str
-    # num_reqs, k, sampled, has_lora, and rounds where there are several
-    run: Callable[..., PassOutput]
-    wrapper: CUDAGraphWrapper
-    dispatcher: CudagraphDispatcher
-    reads_adapters: bool  # else it runs as for base rows, whatever rows are in the batch
-    at_start: bool  # its greedy graphs are captured before the first request
-    rounds_at_start: bool  # those of several rounds too
-
-
-@dataclass(frozen=True, slots=True)
-class _Key:
-    """One graph to capture: of a pass, or (``of`` None) of the model over flattened batches."""
-
-    of: UniformPass | None
-    mode: CUDAGraphMode
-    descriptor: BatchDescriptor
-    rounds: int = 1
-
-    def __str__(self) -> str:
-        role = "target" if self.of is None else self.of.role
-        shape = self.descriptor
-        times = f"{self.rounds} rounds of " if self.rounds > 1 else ""
-        sizes = f"{shape.num_tokens} tokens, {shape.num_reqs} requests"
-        adapters = " with adapters" if shape.has_lora else ""
-        return f"{role} {self.mode} of {times}{sizes}{adapters}"
 
 
 class Progress(Protocol):
@@ -104,7 +68,7 @@ class EngineGraphs:
         *,
         reads_adapters: bool = True,
         at_start: bool = True,
-        rounds_at_start: bool = False,
+        round_variants: tuple[str, ...] = (),
     ) -> UniformPass:
         wrapper = CUDAGraphWrapper(
             run,
@@ -115,7 +79,7 @@ class EngineGraphs:
             verify_state=self._verify_state,
         )
         added = UniformPass(
-            role, run, wrapper, dispatcher, reads_adapters, at_start, rounds_at_start
+            role, run, wrapper, dispatcher, reads_adapters, at_start, round_variants
         )
         self.passes.append(added)
         return added
@@ -193,29 +157,32 @@ class EngineGraphs:
             if mode is NONE:
                 return mode, padded
             of = each if padded.uniform else None
-            key = _Key(of, mode, padded, rounds)
+            key = CaptureKey(of, mode, padded, rounds)
             if self._has_graph(key, variant) or self._capture(key, variant):
                 return mode, padded
 
     # -- capture ----------------------------------------------------------------------------------
 
-    def capture_all(self, progress: Progress | None = None) -> None:
+    def capture_all(self, progress: Progress | None = None, held: int = 0) -> None:
         """Capture every greedy key that has no graph yet, largest first, within the limit.
 
-        Raises ValueError where the widest graphs alone are over the limit.
+        ``held``: bytes of the limit that are gone already. Raises ValueError where the widest
+        graphs alone are over it.
         """
         keys = self._missing()
-        groups = _groups([key for key in keys if key.rounds == 1])
-        taken: dict[_Key, int] = {}
+        groups = groups_of([key for key in keys if key.rounds == 1])
+        taken: dict[CaptureKey, int] = {}
         done = 0
 
-        def capture(key: _Key) -> int:
+        def capture(key: CaptureKey) -> int:
             nonlocal done
             if progress is not None:
                 progress(done, len(keys), str(key))
             done += 1
             before = self._num_bytes(key)
-            self._capture(key, "greedy")
+            for variant in key.variants:
+                if not self._capture(key, variant):
+                    break
             taken[key] = self._largest(self._num_bytes(key) - before)
             return taken[key]
 
@@ -232,13 +199,36 @@ class EngineGraphs:
             # Batches without a graph of several rounds take one round, so these come last.
             for key in keys:
                 if key.rounds > 1:
-                    expected = key.rounds * taken.get(replace(key, rounds=1), 0)
-                    if limit is None or sum(taken.values()) + expected <= limit:
+                    expected = len(key.variants) * key.rounds * self._bytes_of_one_round(key)
+                    if limit is None or held + sum(taken.values()) + expected <= limit:
                         capture(key)
                     else:
                         self._remove(key, _no_room(limit, key))
         if progress is not None:
             progress(len(keys), len(keys), "done")
+
+    def capture_rounds(
+        self, each: UniformPass, sizes: Collection[int], why: str, progress: Progress | None
+    ) -> None:
+        """Capture a pass's graphs of several rounds for these numbers of requests, for no others.
+
+        ``why`` the others have none. Sampled ones are captured too: no batch is to wait for
+        several rounds at once.
+        """
+        for rounds in each.dispatcher.rounds:
+            for mode, shape in each.dispatcher.capture_list(rounds):
+                if shape.num_reqs not in sizes:
+                    each.dispatcher.remove_key(mode, shape, why, rounds)
+        each.round_variants = ("greedy", "sampled")
+        held = 0 if self._memory_limit is None else sum(row.num_bytes for row in self.table())
+        self.capture_all(progress, self._largest(held))
+
+    @staticmethod
+    def round_sizes(each: UniformPass) -> list[int]:
+        """Numbers of requests that a pass's graphs of several rounds are planned or there for."""
+        of = each.dispatcher
+        shapes = [shape for rounds in of.rounds for _, shape in of.capture_list(rounds)]
+        return sorted({shape.num_reqs for shape in shapes})
 
     @torch.inference_mode()
     def enable_lora(self, num_slots: int) -> None:
@@ -256,21 +246,21 @@ class EngineGraphs:
         for each in self.passes:
             each.wrapper.clear()
 
-    def _missing(self) -> list[_Key]:
+    def _missing(self) -> list[CaptureKey]:
         """Keys to capture at start-up: PIECEWISE before FULL, largest first."""
         mixed = self.dispatcher.capture_list() if self.pool.device.type == "cuda" else []
-        keys = [_Key(None, mode, shape) for mode, shape in mixed if not shape.uniform]
+        keys = [CaptureKey(None, mode, shape) for mode, shape in mixed if not shape.uniform]
         keys += [
-            _Key(each, mode, shape)
+            CaptureKey(each, mode, shape)
             for each in self.passes
             if each.at_start
             for mode, shape in each.dispatcher.capture_list()
             if shape.uniform
         ]
         keys += [
-            _Key(each, mode, shape, rounds)
+            CaptureKey(each, mode, shape, rounds)
             for each in self.passes
-            if each.rounds_at_start
+            if each.round_variants
             for rounds in each.dispatcher.rounds
             for mode, shape in each.dispatcher.capture_list(rounds)
         ]
@@ -283,30 +273,43 @@ class EngineGraphs:
         free, _ = torch.cuda.mem_get_info(self.pool.device)
         return -self._largest(-int(0.9 * free))
 
-    def _has_graph(self, key: _Key, variant: str) -> bool:
+    def _has_graph(self, key: CaptureKey, variant: str) -> bool:
         if key.of is None:
             return self.flat.has_graph(key.mode, key.descriptor)
         graph = GraphKey(key.of.role, key.descriptor, variant, key.rounds)
         return key.of.wrapper.has_graph(graph)
 
-    def _num_bytes(self, key: _Key) -> int:
+    def _num_bytes(self, key: CaptureKey) -> int:
         table = self.flat.table() if key.of is None else key.of.wrapper.table()
         return sum(row.num_bytes for row in table)
 
-    def _remove(self, key: _Key, reason: str) -> None:
+    def _bytes_of_one_round(self, key: CaptureKey) -> int:
+        """Of the graph that ``key``, of several rounds, repeats."""
+        assert key.of is not None
+        table = key.of.wrapper.table()
+        wanted = key.descriptor, 1, "greedy"
+        return self._largest(
+            sum(
+                row.num_bytes
+                for row in table
+                if (row.descriptor, row.rounds, row.variant) == wanted
+            )
+        )
+
+    def _remove(self, key: CaptureKey, reason: str) -> None:
         dispatcher = self.dispatcher if key.of is None else key.of.dispatcher
         shape = self._dispatcher_key(key, dispatcher)
         dispatcher.remove_key(key.mode, shape, reason, key.rounds)
 
     @staticmethod
-    def _dispatcher_key(key: _Key, dispatcher: CudagraphDispatcher) -> BatchDescriptor:
+    def _dispatcher_key(key: CaptureKey, dispatcher: CudagraphDispatcher) -> BatchDescriptor:
         """A PIECEWISE batch keeps its own number of requests; the dispatcher lists the most."""
         if key.mode is not PIECEWISE:
             return key.descriptor
         num_tokens = key.descriptor.num_tokens
         return key.descriptor._replace(num_reqs=min(num_tokens, dispatcher.max_num_seqs))
 
-    def _capture(self, key: _Key, variant: str) -> bool:
+    def _capture(self, key: CaptureKey, variant: str) -> bool:
         """Capture one key; False where that fails, and then the key is gone."""
         unpark = self._park()
         failure = ""
@@ -346,7 +349,7 @@ class EngineGraphs:
                 each.wrapper(*arguments)
 
 
-def _no_room(limit: int | None, key: _Key) -> str:
+def _no_room(limit: int | None, key: CaptureKey) -> str:
     return f"graph_memory_limit {limit} has no room for {key}"
 
 
@@ -354,18 +357,6 @@ def _arguments(shape: BatchDescriptor, sampled: bool, rounds: int) -> tuple[int 
     """What a pass is called with for a uniform batch."""
     arguments = (shape.num_reqs, shape.query_len - 1, sampled, shape.has_lora)
     return arguments if rounds == 1 else (*arguments, rounds)
-
-
-def _groups(keys: Sequence[_Key]) -> list[KeyGroup[_Key]]:
-    """Keys that take memory alike: of one pass, query length and kind of adapters."""
-    groups: dict[tuple, list[_Key]] = {}
-    for key in keys:
-        shape = key.descriptor
-        query_len = shape.query_len if shape.uniform else 0
-        role = "" if key.of is None else key.of.role
-        kind = (role, key.mode, query_len, shape.has_lora, key.rounds)
-        groups.setdefault(kind, []).append(key)
-    return [KeyGroup(group) for group in groups.values()]
 
 
 def uniform_only(mode: CUDAGraphMode) -> CUDAGraphMode:

@@ -19,9 +19,18 @@ def open_head(
 ) -> tuple[HeadCheckpoint, ModelConfig] | None:
     """A head's files, found to fit the target, and the shape of its attention; None: not a head.
 
-    ``target_model``: what the target is loaded from. Raises FileNotFoundError, or ValueError naming
-    the file and the field or tensor.
+    ``target_model``: what the target is loaded from. Raises FileNotFoundError naming ``draft``, or
+    ValueError naming the file and the field or tensor.
     """
+    try:
+        return _open(draft, target, target_model)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"draft {draft!r}: {error}") from error
+
+
+def _open(
+    draft: str, target: ModelConfig, target_model: object
+) -> tuple[HeadCheckpoint, ModelConfig] | None:
     kind, _, path = draft.partition(":")
     if kind == "eagle":
         head = open_eagle(path, target)

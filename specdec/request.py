@@ -56,13 +56,16 @@ class Request:
     passes_in_flight: int = 0  # rounds of them
     tokens_in_flight: int = 0
     undrafted_steps: int = 0  # steps since the drafter last read this text
+    acceptance: float = 1.0  # running mean of its drafts; high until its own say otherwise
     num_failures: int = 0  # steps with it that failed since its last token
     failure: Exception | None = None  # what the last of those raised
+    k_limit: int = field(init=False)  # the most that it drafts where it adapts
     # It cannot take the greedy graph: a temperature, a logit rule, or logprobs.
     needs_sampling: bool = field(init=False)
 
     def __post_init__(self) -> None:
         params = self.params
+        self.k_limit = self.k
         self.needs_sampling = (
             params.temperature > 0
             or params.presence_penalty != 0

@@ -1,19 +1,20 @@
 """Launches what the scheduler planned: picks the graph, replays it, and copies the results back."""
 
-import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from specdec.drafters.base import Draft
+from specdec.drafters.step_costs import StepCosts
 from specdec.flatten import PromptChunk, flatten_chunks, padding_prompts, upload
 from specdec.graphs import EngineGraphs, Progress, UniformPass, uniform_only
 from specdec.outputs import StepRecord
 from specdec.rows import RequestRow
 from specdec.step import DecodeStep
+from specdec.step_timing import StepTimer
 from specdec.verifier.batch import PassResult, PendingResult, PrefillBatch
 from specdec.verifier.context import set_forward_context
 from specdec.verifier.dispatcher import CudagraphDispatcher
@@ -94,7 +95,10 @@ class Runner:
         self._decode = self._verify
         if not self._host_drafts:
             self._decode = self._graphs.add_pass(
-                "step", step.decode, dispatcher, rounds_at_start=rounds_at_start
+                "step",
+                step.decode,
+                dispatcher,
+                round_variants=("greedy",) if rounds_at_start else (),
             )
 
         drafts_adapted = bool(getattr(drafter, "uses_adapters", False))
@@ -161,29 +165,35 @@ class Runner:
             self.step.mixed(prompts, rows, Draft(self.step.draft_ids[:num_rows, :k]))
 
     @torch.inference_mode()
-    def decode_costs(self) -> dict[tuple[int, int], float]:
-        """Seconds of a decode pass over padding, by (requests, k), for every size with a graph."""
-        self._fill_slots([])
-        shapes = self._decode.dispatcher.capture_list()
-        sizes = sorted({shape.num_reqs for _, shape in shapes if shape.uniform})
-        costs = {}
-        for num_reqs in sizes or sorted({1, self.step.slots.shape[0]}):
-            for k in self._ks:
-                seconds = []
-                for _ in range(4):
-                    started = time.perf_counter()
-                    self._graphs.run(self._decode, num_reqs, k, sampled=False, has_lora=False)
-                    if self.device.type == "cuda":
-                        torch.cuda.synchronize(self.device)
-                    seconds.append(time.perf_counter() - started)
-                # The first run may capture; a stall only makes a run longer.
-                costs[num_reqs, k] = min(seconds[1:])
-        return costs
+    def capture_rounds(self, sizes: Collection[int], why: str, progress: Progress | None) -> None:
+        """See ``EngineGraphs.capture_rounds``."""
+        self._graphs.capture_rounds(self._decode, sizes, why, progress)
 
-    def write_k(self, rows: list[int], k: int) -> None:
+    @property
+    def round_sizes(self) -> list[int]:
+        """See ``EngineGraphs.round_sizes``."""
+        return self._graphs.round_sizes(self._decode)
+
+    def timer(self, num_adapter_slots: int) -> StepTimer:
+        """Times the graphs of an engine that has no requests yet."""
+        return StepTimer(
+            self._graphs,
+            self.step,
+            decode=self._decode,
+            catch_up=self._catch_up,
+            ks=self._ks,
+            num_adapter_slots=num_adapter_slots,
+            fill_slots=self._fill_slots,
+        )
+
+    def decode_costs(self, num_adapter_slots: int = 0) -> StepCosts:
+        """What steps take, of an engine that has no requests yet: see ``StepTimer.costs``."""
+        return self.timer(num_adapter_slots).costs()
+
+    def write_k(self, rows: list[int], ks: list[int]) -> None:
         """Change how many drafts these state rows take, from the next pass on."""
-        index = upload(rows, torch.int64, self.device)
-        self.state.column("k").index_fill_(0, index, k)
+        index, values = upload([rows, ks], torch.int64, self.device)
+        self.state.column("k").index_copy_(0, index, values)
 
     def enable_lora(self, num_slots: int) -> None:
         """From now on batches with adapters have graphs of their own, beside those without."""

@@ -7,6 +7,7 @@ from rich import box
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from specdec.drafters.adaptive import CrossoverRow
     from specdec.outputs import GenerationStats
     from specdec.verifier.graph import GraphRow
 
@@ -55,6 +56,24 @@ def graph_table(rows: "Iterable[GraphRow]", title: str = "Captured graphs") -> T
             format_bytes(row.num_bytes),
             f"{row.capture_seconds * 1000:.0f} ms",
             str(row.replays),
+        )
+    return table
+
+
+def crossover_table(rows: "Sequence[CrossoverRow]") -> Table:
+    """With k="auto": which k wins, and the tokens/s of each request that every k promises."""
+    widths = sorted({k for row in rows for k in row.tokens_per_second})
+    title = "k=auto: tokens/s of each request by k, from measured costs and the acceptance so far"
+    with_lora = any(row.has_lora for row in rows)
+    names = ["requests", "context", "best k", *(f"k={k}" for k in widths)]
+    table = plain_table(title, ["LoRA"] * with_lora, names)
+    for row in rows:
+        table.add_row(
+            *(["yes" if row.has_lora else "no"] * with_lora),
+            str(row.num_reqs),
+            str(row.context),
+            str(row.best_k),
+            *(f"{row.tokens_per_second[k]:.1f}" for k in widths),
         )
     return table
 

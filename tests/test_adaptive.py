@@ -1,64 +1,17 @@
-"""k="auto": what is chosen, that texts do not depend on it, and that no draft KV goes stale."""
+"""k="auto" in an engine: texts do not depend on what is chosen, no draft KV goes stale, and graphs
+are timed and rows given their k as the choice (``test_adaptive_choice.py``) expects.
+"""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
+from adapters import write_adapter
 from harness import PROMPTS, assert_no_leak, cpu_engine, greedy
 from oracle import CLOSE_CALL
 
-from specdec.drafters.adaptive import AdaptiveK, widths_up_to
-
-
-def costs(per_draft):
-    """A step costs 1, and ``per_draft`` more for each draft."""
-    return {(size, k): 1.0 + per_draft * k for size in (1, 8) for k in (0, 1, 2, 4)}
-
-
-def run(adaptive, accepted, steps=400):
-    chosen = []
-    for _ in range(steps):
-        k = adaptive.choose(1)
-        chosen.append(k)
-        adaptive.observe(k, min(accepted, k))
-    return chosen
-
-
-def test_good_drafts_are_taken_and_bad_ones_dropped():
-    assert set(run(AdaptiveK(costs(0.1)), accepted=4)[50:]) == {4}
-    chosen = run(AdaptiveK(costs(0.1)), accepted=0)
-    assert chosen[-1] in (0, 1) and chosen[100:].count(0) / 300 > 0.9
-    assert set(run(AdaptiveK(costs(0.1)), accepted=2)[50:]) == {2}
-    # A draft that costs more than a step of its own never pays.
-    assert run(AdaptiveK(costs(1.5)), accepted=4).count(0) > 350
-
-
-def test_probes_are_rare_and_find_a_drafter_that_became_good():
-    adaptive = AdaptiveK(costs(0.1))
-    run(adaptive, accepted=0, steps=300)
-    idle = run(adaptive, accepted=0, steps=1000)
-    extra = sum(adaptive.costs[1, k] - 1.0 for k in idle)
-    assert 0 < extra < 0.011 * sum(adaptive.costs[1, k] for k in idle)
-    assert 4 in run(adaptive, accepted=4, steps=2000)
-
-
-def test_costs_follow_what_steps_take():
-    adaptive = AdaptiveK(costs(0.1))
-    for _ in range(200):
-        adaptive.observe_cost(1, 4, 9.0)
-    assert adaptive.costs[1, 4] == pytest.approx(9.0, rel=0.01)
-    assert adaptive.costs[8, 4] == 1.4
-    winners = {size: k for size, k, _ in adaptive.crossover()}
-    assert winners[1] < 4
-
-
-def test_widths():
-    assert [list(widths_up_to(k)) for k in (1, 2, 3, 4, 7)] == [
-        [1],
-        [1, 2],
-        [1, 2, 3],
-        [1, 2, 4],
-        [1, 2, 4, 7],
-    ]
+from specdec.adaptation import Adaptation
+from specdec.drafters.adaptive import Batch
 
 
 @pytest.mark.parametrize("draft", ["same", "negated", "blend.1", "ngram", "layer_skip:1"])
@@ -89,7 +42,7 @@ def test_the_draft_kv_is_caught_up_after_steps_without_it(models, monkeypatch, p
     """
     with cpu_engine(models["target"], models["same"], "auto", k_max=4) as engine:
         ks = itertools.cycle(pattern)
-        monkeypatch.setattr(engine._adaptive, "choose", lambda num_reqs: next(ks))
+        monkeypatch.setattr(engine._adaptation.choice, "choose", lambda batch: next(ks))
         for prompts in (PROMPTS[:1], PROMPTS):
             for out in engine.generate(prompts, greedy(60)):
                 assert out.stats.accepted_per_step == out.stats.drafted_per_step
@@ -113,3 +66,121 @@ def test_auto_needs_an_engine_that_adapts(models):
         pytest.raises(ValueError, match="k='auto'"),
     ):
         engine.generate([1, 2], greedy(4, k="auto"))
+
+
+def test_every_graph_is_timed_at_two_contexts(tmp_path, models):
+    """Base keys, adapters' and the catch-up's; and the rows written for it are gone."""
+    adapter = write_adapter(tmp_path / "adapter", models["target"], std=0.3)
+    with cpu_engine(
+        models["target"], models["blend.1"], "auto", k_max=2, lora={"style": adapter},
+        uniform_request_counts=[2, 5],
+    ) as engine:  # fmt: skip
+        costs = engine._adaptation.choice.costs
+        assert (costs.sizes, costs.ks) == ([2, 5], [0, 1, 2])
+        for size, k, has_lora in itertools.product((2, 5), (0, 1, 2), (False, True)):
+            assert costs.is_timed(size, has_lora=has_lora)
+            timing = costs.timing(size, k, has_lora)
+            # The longest text has 96 tokens; the step's own come on top of the context.
+            assert (timing.short_context, timing.long_context) == (95 - k, 95 - k)
+            assert timing.short_seconds > 0
+        assert costs.catch_up_passes(1) == 1 and costs.catch_up_seconds(2, 1) > 0
+        contexts = {(row.num_reqs, row.has_lora) for row in engine.crossover()}
+        assert contexts == {(2, False), (5, False), (2, True), (5, True)}
+        assert all(set(row.tokens_per_second) == {0, 1, 2} for row in engine.crossover())
+        state = engine._runner.state
+        assert state.column("adapter").eq(-1).all()
+        assert not state.seq_len.any() and not state.tokens.any() and not state.block_table.any()
+        engine.check_integrity()
+
+
+def test_long_texts_are_timed_short_and_long(models):
+    with cpu_engine(
+        models["target"], "ngram", "auto", k_max=1, max_model_len=400, max_num_seqs=1
+    ) as engine:
+        timing = engine._adaptation.choice.costs.timing(1, 1)
+        assert (timing.short_context, timing.long_context) == (128, 398)
+        assert [row.context for row in engine.crossover()] == [128, 399]
+    # Where the pool is short, of as many tokens as it holds.
+    with cpu_engine(
+        models["target"], "ngram", "auto", k_max=1, max_model_len=400, max_num_seqs=2,
+        num_kv_blocks=100,
+    ) as engine:  # fmt: skip
+        costs = engine._adaptation.choice.costs
+        assert [costs.timing(size, 0).long_context for size in (1, 2)] == [399, 199]
+
+
+def test_an_engine_without_graphs_is_timed_too(models):
+    with cpu_engine(models["target"], "ngram", "auto", k_max=2, cudagraph_mode="NONE") as engine:
+        assert engine._adaptation.choice.costs.sizes == [1, 5]
+        assert engine.crossover()
+        engine.generate(PROMPTS, greedy(12, k="auto"))
+
+
+def test_rows_draft_as_much_as_pays_for_them(models, monkeypatch):
+    """One row that accepts nothing beside rows that accept all: its tail is masked, and counted
+    nowhere; the graph, and the texts, stay as they are.
+    """
+    options = {"max_model_len": 256, "uniform_request_counts": [5]}
+    with cpu_engine(models["target"], models["same"], "auto", k_max=4, **options) as engine:
+        monkeypatch.setattr(engine._adaptation.choice, "choose", lambda batch: 4)
+        group = [engine.add_request(prompt, greedy(150))[0] for prompt in PROMPTS[:3]]
+        while any(request.finish_reason is None for request in group):
+            group[1].acceptance = 0.0
+            engine.step()
+        texts = [engine.generation([request]) for request in group]
+        together = [record.k for record in engine.recent_steps(1000) if record.num_reqs == 3]
+    widths = texts[1].stats.drafted_per_step
+    assert widths[:10] == [4] * 10 and set(widths[18:-1]) == {1}
+    assert set(texts[0].stats.drafted_per_step[:-1]) == {4}
+    assert set(together[1:25]) == {4}
+    with cpu_engine(models["target"], None, **options) as plain:
+        assert [out.token_ids for out in texts] == [
+            plain.generate(prompt, greedy(150)).token_ids for prompt in PROMPTS[:3]
+        ]
+
+
+def test_adapters_are_learnt_apart(tmp_path, models, monkeypatch):
+    """The draft model fits the base and not the adapter: both are known after one batch."""
+    adapter = write_adapter(tmp_path / "adapter", models["target"], std=2.0)
+    with cpu_engine(
+        models["target"], models["same"], "auto", k_max=4, lora={"style": adapter},
+        uniform_request_counts=[5],
+    ) as engine:  # fmt: skip
+        monkeypatch.setattr(engine._adaptation.choice, "choose", lambda batch: 4)
+        names = [None, "style", None, "style", None]
+        outs = engine.generate(PROMPTS, greedy(60), names)
+        choice = engine._adaptation.choice
+        rates = engine.stats().by_adapter
+        assert rates["base"].acceptance_rate > 0.99
+        assert rates["style"].acceptance_rate < 0.5
+        assert choice.acceptance(0, "base") > 0.9
+        assert choice.acceptance(0, "style") < 0.7
+    with cpu_engine(models["target"], None, lora={"style": adapter}) as plain:
+        expected = plain.generate(PROMPTS, greedy(60), names)
+        assert [out.token_ids for out in outs] == [out.token_ids for out in expected]
+
+
+def test_what_a_step_took_is_noted_for_the_step_that_took_it(models):
+    """Where results are read late, the time between two launches is of the step before."""
+    with cpu_engine(models["target"], "ngram", "auto", k_max=2, uniform_request_counts=[5]) as e:
+        for reads_late in (False, True):
+            adaptation = Adaptation(e._adaptation.choice.costs, e._runner, reads_late=reads_late)
+            noted = []
+            adaptation.choice.costs = SimpleNamespace(
+                observe=lambda num_reqs, k, seconds, noted=noted, **more: noted.append(
+                    (num_reqs, k, seconds, more["waited"])
+                )
+            )
+            decoding = SimpleNamespace(prefills=[], decodes=[1, 2])
+            mixed = SimpleNamespace(prefills=[1], decodes=[1, 2], k=1)
+            for k, seconds, plan, rounds in (
+                (1, None, decoding, 1), (2, 4.0, decoding, 2), (0, 6.0, decoding, 1),
+                (0, None, mixed, 1), (2, None, decoding, 1), (2, 3.0, decoding, 1),
+            ):  # fmt: skip
+                adaptation._batch = Batch(num_reqs=2, rows={("base", 2): 2})
+                plan = SimpleNamespace(**vars(plan) | {"k": k})
+                adaptation.after_step(plan, seconds, 1.0, rounds)
+            if reads_late:
+                assert noted == [(2, 1, 4.0, 1.0), (2, 2, 3.0, 0.5), (2, 2, 3.0, 1.0)]
+            else:
+                assert noted == [(2, 2, 2.0, None), (2, 0, 6.0, None), (2, 2, 3.0, None)]

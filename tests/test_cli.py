@@ -148,6 +148,28 @@ def test_graphs_lists_every_captured_graph(call, model: str) -> None:
     assert "FULL up to 4 requests at k=0 and k=3" in output.out
 
 
+def test_auto_shows_which_k_pays(call, model: str) -> None:
+    """After the list of graphs, and after texts; not for a fixed k."""
+    options = ["--device", "cpu", "--draft", "ngram", "--k", "auto"]
+    output = call("graphs", model, *options, "--max-num-seqs", "2")
+    assert output.code == 0, output.err
+    table = output.out[output.out.index("k=auto:") :]
+    assert "best k" in table and "k=4" in table
+    output = call(*generate(model, "-p", "one", *options, "--json"))
+    assert "best k" in output.err and json.loads(output.out)["text"]
+    assert "best k" not in call(*generate(model, "-p", "one", "--draft", "ngram")).err
+
+
+def test_steps_per_replay_reaches_the_engine_and_changes_no_text(call, model: str) -> None:
+    options = ["-p", "one", "--draft", "ngram", "--json"]
+    plain = call(*generate(model, *options, "--steps-per-replay", "1"))
+    several = call(*generate(model, *options, "--steps-per-replay", "3"))
+    assert several.code == 0, several.err
+    assert several.out == plain.out
+    refused = call(*generate(model, *options, "--steps-per-replay", "9"))
+    assert refused.code == 2 and "steps_per_replay must be" in refused.err
+
+
 def test_graphs_takes_sizes_in_tokens(call, model: str) -> None:
     options = ["--device", "cpu", "--k", "3", "--draft", "ngram", "--max-num-seqs", "4"]
     output = call("graphs", model, *options, "--cudagraph-capture-sizes", "4, 8,16")
@@ -172,6 +194,8 @@ def test_graphs_says_plainly_that_there_is_none(call, model: str) -> None:
         (["generate", "MODEL", "-p", "one", "--seed", "-3"], "seed"),
         (["generate", "MODEL", "-p", "one", "--max-new-tokens", "0"], "max_new_tokens"),
         (["generate", "MODEL", "-p", "one", "--k", "-1"], "k must be"),
+        (["generate", "MODEL", "-p", "one", "--steps-per-replay", "x"], "--steps-per-replay must"),
+        (["bench", "MODEL", "--steps-per-replay", "x"], "--steps-per-replay must"),
         (["generate", "MODEL", "-p", "one", "--draft", "layer_skip:x"], "layer_skip"),
         (["generate", "MODEL", "-p", "one", "--dtype", "int7"], "dtype"),
         (["generate", "MODEL", "-p", "one", "--device", "toaster"], "device"),

@@ -91,7 +91,7 @@ def stepped(engine, prompts, schedules, max_new_tokens):
         for request, schedule in zip(requests, schedules, strict=True):
             request.k = schedule[min(request.stats.steps, len(schedule) - 1)]
             if request.row >= 0:
-                engine._runner.write_k([request.row], request.k)
+                engine._runner.write_k([request.row], [request.k])
         engine.step()
     return [engine.generation([request]) for request in requests]
 

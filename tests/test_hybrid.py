@@ -145,7 +145,7 @@ def test_steps_without_drafts_in_between(models, oracles, monkeypatch):
     def step_with_schedule(engine):
         for request in engine._scheduler.running:
             request.k = wanted[min(request.stats.steps, len(wanted) - 1)]
-            engine._runner.write_k([request.row], request.k)
+            engine._runner.write_k([request.row], [request.k])
         step(engine)
 
     monkeypatch.setattr(Engine, "step", step_with_schedule)

@@ -1,7 +1,7 @@
 """steps_per_replay="auto": how many steps the next replay takes. No engine, no device."""
 
 from specdec.outputs import StepRecord
-from specdec.rounds import AUTO_ROUNDS, Rounds, RoundsChoice
+from specdec.rounds import AUTO_ROUNDS, OUTLASTS, Rounds, RoundsChoice
 
 
 class Text:
@@ -39,6 +39,32 @@ def test_auto_keeps_to_one_where_the_gpu_is_the_limit():
     assert (fixed.is_asked_for, never.is_asked_for) == (True, False)
     assert never.choose([]) == Rounds(1, "no graphs")
     assert RoundsChoice(1).choose([]) == Rounds()
+
+
+def test_only_sizes_at_which_the_host_may_be_the_limit_get_graphs():
+    """A small model on one H200: short steps, and host work that grows with the requests."""
+    choice = RoundsChoice("auto")
+    assert choice.is_undecided
+    replay = {1: 0.7e-3, 8: 0.8e-3, 32: 1.1e-3, 64: 1.7e-3}
+    assert choice.decide(replay) == {32, 64}
+    assert not choice.is_undecided and choice.counts == (AUTO_ROUNDS,)
+    for _ in range(100):
+        choice.observe(1, seconds=1.7e-3, waited=0.0)
+    assert choice.choose([Text(False)] * 64) == Rounds(AUTO_ROUNDS)
+    assert choice.choose([Text(False)] * 20) == Rounds(AUTO_ROUNDS)
+    # No padding of one request to a graph for 32.
+    assert choice.choose([Text(False)]) == Rounds(1, OUTLASTS)
+    assert choice.choose([Text(False)] * 65) == Rounds(1, OUTLASTS)
+
+
+def test_a_replay_much_longer_than_the_host_s_work_gets_none():
+    choice = RoundsChoice("auto")
+    assert choice.decide({size: 4.3e-3 for size in (1, 8, 64)}) == set()
+    assert choice.counts == ()
+    for _ in range(100):
+        choice.observe(1, seconds=4.3e-3, waited=0.0)
+    assert choice.choose([Text(False)]) == Rounds(1, OUTLASTS)
+    assert not RoundsChoice(4).is_undecided and not RoundsChoice("auto", "never").is_undecided
 
 
 def test_records_of_one_round_are_as_before():

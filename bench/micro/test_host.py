@@ -1,15 +1,17 @@
 """What the host does in a step: dispatch, scheduling, detokenising, adaptive k."""
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from tiny import make_tiny
 
+from specdec.adaptation import Adaptation
 from specdec.detokenize import Detokenizer
-from specdec.drafters.adaptive import AdaptiveK
+from specdec.drafters.step_costs import CostKey, StepCosts, Timing
 from specdec.params import SamplingParams
 from specdec.request import Request
-from specdec.scheduler import Scheduler
+from specdec.scheduler import Scheduler, StepPlan
 from specdec.tokenizer import load_tokenizer
 from specdec.verifier.dispatcher import CudagraphDispatcher
 from specdec.verifier.kv_cache import BlockPool
@@ -116,15 +118,30 @@ def test_detokeniser(benchmark: Any, kind: str, tmp_path_factory: pytest.TempPat
 
 
 def test_adaptive_k(benchmark: Any) -> None:
-    """What k="auto" adds to a step of 64 rows."""
-    costs = {(n, k): 1e-3 * (1 + 0.1 * k + 0.01 * n) for n in (1, 8, 64) for k in (0, 1, 2, 4)}
-    adaptive = AdaptiveK(costs)
+    """What k="auto" adds to a step of 64 rows, half of them with adapters."""
+    timings = {
+        CostKey(n, k, has_lora): Timing(128, 1e-3 * (1 + 0.1 * k + 0.01 * n), 4096, 3e-3 + 1e-4 * k)
+        for n in (1, 8, 64)
+        for k in (0, 1, 2, 4)
+        for has_lora in (False, True)
+    }
+    runner = SimpleNamespace(write_k=lambda rows, ks: None)
+    adaptation = Adaptation(StepCosts(timings), cast(Any, runner), reads_late=True)
+    requests = [request_of(number) for number in range(NUM_REQS)]
+    for number, request in enumerate(requests):
+        request.adapts = True
+        request.num_computed = request.prefill_goal = len(request.prompt_ids)
+        request.output_ids = [1]
+        if number % 2:
+            request.adapter = cast(Any, SimpleNamespace(name=f"style-{number % 8}"))
+    plan = StepPlan(decodes=requests)
 
     def step() -> int:
-        k = adaptive.choose(NUM_REQS)
-        for row in range(NUM_REQS):
-            adaptive.observe(k, row % (k + 1))
-        adaptive.observe_cost(NUM_REQS, k, costs[64, k])
-        return k
+        adaptation.before_step(requests, 1)
+        for row, request in enumerate(requests):
+            adaptation.after_row(request, request.k, row % (request.k + 1))
+        plan.k = max(request.k for request in requests)
+        adaptation.after_step(plan, 2e-3, 1e-3, 1)
+        return plan.k
 
     assert benchmark(step) in (0, 1, 2, 4)

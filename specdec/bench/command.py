@@ -5,20 +5,27 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from specdec.options import (
+    DEFAULT_MODE,
+    ChatTemplateOption,
+    DeviceOption,
+    DtypeOption,
+    MaxModelLenOption,
+    ModelArgument,
+    ModeOption,
+    StepsOption,
+    draft_of,
+    steps_per_replay,
+)
+
+PLOTS_NEED = 'they need the extra [bench], that is: pip install "matplotlib>=3.8"'
+
 if TYPE_CHECKING:
     from specdec.bench.report import Report
 
 
 def bench(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[MODEL]",
-            help="A Hugging Face folder or hub id, or a .gguf file. "
-            "Default: the bundled SmolLM2-135M-Instruct.",
-            show_default=False,
-        ),
-    ] = None,
+    model: ModelArgument = None,
     model_option: Annotated[
         str | None, typer.Option("--model", help="The same as MODEL.", show_default=False)
     ] = None,
@@ -81,9 +88,7 @@ def bench(
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Run every text to its last token.")
     ] = False,
-    chat_template: Annotated[
-        bool, typer.Option(help="Apply an instruct model's chat template.")
-    ] = True,
+    chat_template: ChatTemplateOption = True,
     simulate_acceptance: Annotated[
         list[str] | None,
         typer.Option(
@@ -102,14 +107,11 @@ def bench(
     ] = None,
     warm_up: Annotated[bool, typer.Option(help="Use every graph once before timing.")] = True,
     parts: Annotated[bool, typer.Option(help="Time draft, verify and accept alone.")] = True,
-    dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    cudagraph_mode: Annotated[
-        str, typer.Option(help="NONE, PIECEWISE, FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE.")
-    ] = "FULL_AND_PIECEWISE",
-    max_model_len: Annotated[
-        int | None, typer.Option(help="Longest text.", show_default="the model's context")
-    ] = None,
+    steps: StepsOption = "auto",
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    cudagraph_mode: ModeOption = DEFAULT_MODE,
+    max_model_len: MaxModelLenOption = None,
     name: Annotated[
         str | None,
         typer.Option(help="What the report calls the model.", show_default=False),
@@ -160,7 +162,7 @@ def bench(
     counts = parse_numbers("--num-reqs", num_reqs) if num_reqs is not None else None
     contexts = parse_numbers("--context", context) if context is not None else (None,)
     temperatures = parse_rates("--temperature", temperature)
-    drafts = [None if each.lower() == "none" else each for each in draft or ["ngram"]]
+    drafts = [draft_of(each) for each in draft or ["ngram"]]
     rates = [parse_rates("--simulate-acceptance", each) for each in simulate_acceptance or ()]
 
     from specdec.bench.peers import check_peers
@@ -193,6 +195,7 @@ def bench(
         peers=tuple(peer or ()),
         warm_up=warm_up,
         parts=parts,
+        steps_per_replay=steps_per_replay(steps),
         dtype=dtype,
         device=device,
         cudagraph_mode=cudagraph_mode,
@@ -265,6 +268,9 @@ def show(report: "Report") -> None:
     for table in tables.latency_tables(report) + tables.part_tables(report):
         console.print(table)
     console.print(tables.LEGEND + "\n", highlight=False)
+    for engine in report["engines"]:
+        if engine["crossover"]:
+            console.print(tables.crossover_of(engine))
     if report["settings"]["drafts"] != [None] and any(p["drafted"] for p in report["points"]):
         console.print(tables.position_table(report))
         console.print(tables.category_table(report))
@@ -292,7 +298,7 @@ def save(report: "Report", folder: str) -> None:
     try:
         plots = plot_report(report, path.with_suffix(""))
     except ImportError as error:
-        print(f"no plots: {error}", file=sys.stderr)
+        print(f"no plots: {error}; {PLOTS_NEED}", file=sys.stderr)
     for plot in plots.values():
         print(f"wrote {plot}")
     page = path.with_suffix(".html")

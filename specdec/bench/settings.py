@@ -47,6 +47,7 @@ class Settings:
     warm_up: bool = True
     parts: bool = True
     peers: tuple[str, ...] = ()
+    steps_per_replay: int | str = "auto"
     dtype: str = "auto"
     device: str = "auto"
     cudagraph_mode: str = "FULL_AND_PIECEWISE"

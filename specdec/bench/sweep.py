@@ -8,7 +8,7 @@ text, where fewer than k tokens are left, the engine takes the graph of a smalle
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +104,7 @@ class _Group:
             extra_k=[k for k in numbers if 0 < k < settings.max_k],
             max_num_seqs=max(settings.num_reqs),
             max_model_len=settings.max_model_len,
+            steps_per_replay=settings.steps_per_replay,
             dtype=settings.dtype,
             device=settings.device,
             cudagraph_mode=settings.cudagraph_mode,
@@ -130,10 +131,7 @@ class _Group:
             },
             "weight_bytes": weight_bytes(step.model),
             "kv_blocks": engine.stats().total_kv_blocks,
-            "crossover": [
-                {"num_reqs": num_reqs, "best_k": best, "tokens_per_second": rates}
-                for num_reqs, best, rates in engine.crossover()
-            ],
+            "crossover": [asdict(row) for row in engine.crossover()],
         }
 
     def points(self, progress: Progress) -> list[dict[str, Any]]:

@@ -1,5 +1,7 @@
 """A report as tables for a terminal."""
 
+from typing import Any
+
 from rich.table import Table
 
 from specdec.bench.report import (
@@ -15,7 +17,8 @@ from specdec.bench.report import (
     k_label,
     series_label,
 )
-from specdec.tables import plain_table
+from specdec.drafters.adaptive import CrossoverRow
+from specdec.tables import crossover_table, plain_table
 
 LEGEND = (
     "tok/st: tokens per step; acc: drafts accepted; floor: how much of a step reading weights and "
@@ -58,6 +61,11 @@ def part_tables(report: Report) -> list[Table]:
             table.add_row(str(point["k"]), *("-" if v is None else digits(v) for v in values))
         tables.append(table)
     return tables
+
+
+def crossover_of(engine: dict[str, Any]) -> Table:
+    """Of an engine with k="auto": which k it found to pay, after all points."""
+    return crossover_table([CrossoverRow(**row) for row in engine["crossover"]])
 
 
 def position_table(report: Report) -> Table:

@@ -6,23 +6,32 @@ from typing import Annotated, Any
 
 import typer
 
-from specdec.server.command import draft_width, further_options, named_paths
+from specdec.options import (
+    DEFAULT_MODE,
+    AttentionOption,
+    ChatTemplateOption,
+    DeviceOption,
+    DraftOption,
+    DtypeOption,
+    EngineOptions,
+    KOption,
+    LoraOption,
+    MaxModelLenOption,
+    MaxNumSeqsOption,
+    ModelArgument,
+    ModeOption,
+    NumKvBlocksOption,
+    draft_of,
+    draft_width,
+    further_options,
+    named_paths,
+)
 
 
 def doctor(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[MODEL]",
-            help="A Hugging Face folder or hub id, or a .gguf file. "
-            "Default: the bundled SmolLM2-135M-Instruct.",
-            show_default=False,
-        ),
-    ] = None,
-    draft: Annotated[
-        str, typer.Option(help="As in generate: none, auto, ngram, layer_skip:N, a draft model.")
-    ] = "auto",
-    k: Annotated[str, typer.Option("--k", metavar="N|auto", help="Drafts per step.")] = "4",
+    model: ModelArgument = None,
+    draft: DraftOption = "auto",
+    k: KOption = "4",
     load: Annotated[
         bool,
         typer.Option("--load", help="Build the engine too, and hold it against what files say."),
@@ -61,44 +70,22 @@ def doctor(
         int | None,
         typer.Option(help="Tokens of each text at most.", show_default="128; 24 on the CPU"),
     ] = None,
-    chat_template: Annotated[
-        bool, typer.Option(help="Apply an instruct model's chat template.")
-    ] = True,
+    chat_template: ChatTemplateOption = True,
     json_file: Annotated[
         str | None,
         typer.Option(
             "--json", metavar="FILE", help="Write the report here; - is stdout.", show_default=False
         ),
     ] = None,
-    lora: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=PATH", help="An adapter in PEFT's format. May be repeated."),
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    cudagraph_mode: Annotated[
-        str, typer.Option(help="NONE, PIECEWISE, FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE.")
-    ] = "FULL_AND_PIECEWISE",
-    attention_backend: Annotated[str, typer.Option(help="auto, or a backend's name.")] = "auto",
-    max_num_seqs: Annotated[
-        int | None,
-        typer.Option(help="Texts that run at once.", show_default="8 on the CPU, 64 on a GPU"),
-    ] = None,
-    max_model_len: Annotated[
-        int | None, typer.Option(help="Longest text.", show_default="the model's context")
-    ] = None,
-    num_kv_blocks: Annotated[
-        int | None, typer.Option(help="Blocks of the KV pool.", show_default="what memory allows")
-    ] = None,
-    engine_options: Annotated[
-        str | None,
-        typer.Option(
-            "--engine-options",
-            metavar="JSON",
-            help='Further fields of the engine: \'{"extra_k": [2], "exact": true}\'.',
-            show_default=False,
-        ),
-    ] = None,
+    lora: LoraOption = None,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    cudagraph_mode: ModeOption = DEFAULT_MODE,
+    attention_backend: AttentionOption = "auto",
+    max_num_seqs: MaxNumSeqsOption = None,
+    max_model_len: MaxModelLenOption = None,
+    num_kv_blocks: NumKvBlocksOption = None,
+    engine_options: EngineOptions = None,
 ) -> None:
     """Say what would run and why, whether a drafter fits its model, and what is wrong.
 
@@ -121,7 +108,7 @@ def doctor(
     }
     settings = Settings(
         model=model,
-        draft=None if draft.lower() == "none" else draft,
+        draft=draft_of(draft),
         k=draft_width(k),
         engine=fields | further_options(engine_options, fields),
         load=load,

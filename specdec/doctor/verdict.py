@@ -7,8 +7,10 @@ from specdec.doctor.causes import Cause
 from specdec.doctor.report import FAULT, OK, UNSEEN, WARNING, Check
 from specdec.tokenizer import Tokenizer
 
-# A drafter that promises less than this against plain decoding is called weak.
+# A drafter that promises less than this against plain decoding is called weak, or costly where
+# its first draft is accepted so often.
 WORTH = 1.1
+GOOD = 0.5
 
 
 def verdict_checks(
@@ -138,6 +140,15 @@ def _worth(result: Acceptance, cost: float | None) -> Check:
     found += (
         f"; by the bytes that are read, a token takes {1 / worth[k]:.2f} of a plain step at k={k}"
     )
+    first = next(iter(result.predicted.by_position), 0.0)
+    if worth[best] < WORTH and first >= GOOD:
+        return Check(
+            name=name,
+            status=WARNING,
+            found=f"{found}: the drafter is good but costly, each pass reads {cost:.0%} of what "
+            "the target's does",
+            todo="take a smaller draft model or a head (`specdec train-draft`), or decode with k=0",
+        )
     if worth[best] < WORTH:
         return Check(
             name=name,

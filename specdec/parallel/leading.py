@@ -11,6 +11,7 @@ import numpy as np
 
 from specdec.adapter_memory import AdapterMemory
 from specdec.drafters.base import Draft
+from specdec.drafters.step_costs import StepCosts
 from specdec.flatten import PromptChunk
 from specdec.graphs import Progress
 from specdec.outputs import StepRecord
@@ -48,17 +49,17 @@ class LeadingRunner(Runner):
         self._others.tell("capture_all")
         super().capture_all(progress)
 
-    def decode_costs(self) -> dict[tuple[int, int], float]:
-        self._others.tell("decode_costs")
-        return super().decode_costs()
+    def decode_costs(self, num_adapter_slots: int = 0) -> StepCosts:
+        self._others.tell("decode_costs", num_adapter_slots)
+        return super().decode_costs(num_adapter_slots)
 
     def enable_lora(self, num_slots: int) -> None:
         self._others.tell("enable_lora", num_slots)
         super().enable_lora(num_slots)
 
-    def write_k(self, rows: list[int], k: int) -> None:
-        self._others.tell("write_k", rows, k)
-        super().write_k(rows, k)
+    def write_k(self, rows: list[int], ks: list[int]) -> None:
+        self._others.tell("write_k", rows, ks)
+        super().write_k(rows, ks)
 
     def write_blocks(self, entries: Sequence[tuple[int, int, list[int]]]) -> None:
         self._others.tell("write_blocks", entries)

@@ -8,7 +8,30 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specdec.options import json_object
+from specdec.options import (
+    DEFAULT_MODE,
+    AttentionOption,
+    CompilationOption,
+    DeviceOption,
+    DraftOption,
+    DtypeOption,
+    EngineOptions,
+    KOption,
+    LoraOption,
+    MaxModelLenOption,
+    MaxNumSeqsOption,
+    ModelArgument,
+    ModeOption,
+    NumKvBlocksOption,
+    RanksOption,
+    StepsOption,
+    draft_of,
+    draft_width,
+    further_options,
+    json_object,
+    named_paths,
+    steps_per_replay,
+)
 
 if TYPE_CHECKING:
     import socket
@@ -20,34 +43,11 @@ DEFAULT_NAME = "SmolLM2-135M-Instruct"
 
 
 def serve(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[MODEL]",
-            help="A Hugging Face folder or hub id, or a .gguf file. "
-            "Default: the bundled SmolLM2-135M-Instruct.",
-            show_default=False,
-        ),
-    ] = None,
-    draft: Annotated[
-        str,
-        typer.Option(
-            help="none, auto, ngram, suffix, layer_skip:N, a draft model of the same tokenizer, "
-            "or suffix+ before one of the last two."
-        ),
-    ] = "auto",
-    k: Annotated[
-        str,
-        typer.Option(
-            "--k",
-            metavar="N|auto",
-            help="Drafts per step; auto takes what pays at the moment, down to 0.",
-        ),
-    ] = "4",
-    lora: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=PATH", help="An adapter in PEFT's format. May be repeated."),
-    ] = None,
+    model: ModelArgument = None,
+    draft: DraftOption = "auto",
+    k: KOption = "4",
+    steps: StepsOption = "auto",
+    lora: LoraOption = None,
     draft_lora: Annotated[
         list[str] | None,
         typer.Option(
@@ -94,54 +94,27 @@ def serve(
         int,
         typer.Option(help="Engines behind the address, each a process on a GPU of its own.", min=1),
     ] = 1,
-    dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    tensor_parallel_size: Annotated[
-        int, typer.Option(help="GPUs that hold the model together.")
-    ] = 1,
-    cudagraph_mode: Annotated[
-        str, typer.Option(help="NONE, PIECEWISE, FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE.")
-    ] = "FULL_AND_PIECEWISE",
-    compilation: Annotated[
-        str | None,
-        typer.Option(
-            "--compilation-config",
-            metavar="JSON",
-            help='As in vLLM: \'{"mode": 3, "compile_sizes": [8]}\'.',
-            show_default=False,
-        ),
-    ] = None,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    tensor_parallel_size: RanksOption = 1,
+    cudagraph_mode: ModeOption = DEFAULT_MODE,
+    compilation: CompilationOption = None,
     capture: Annotated[
         str, typer.Option(help="eager: all graphs at start-up; lazy: each on first use.")
     ] = "eager",
-    attention_backend: Annotated[str, typer.Option(help="auto, or a backend's name.")] = "auto",
+    attention_backend: AttentionOption = "auto",
     acceptance: Annotated[str, typer.Option(help="auto, coupled or rejection.")] = "auto",
-    max_num_seqs: Annotated[
-        int | None,
-        typer.Option(help="Texts that run at once.", show_default="8 on the CPU, 64 on a GPU"),
-    ] = None,
-    max_model_len: Annotated[
-        int | None, typer.Option(help="Longest text.", show_default="the model's context")
-    ] = None,
+    max_num_seqs: MaxNumSeqsOption = None,
+    max_model_len: MaxModelLenOption = None,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens of one step.")] = 2048,
     kv_block_size: Annotated[
         int | None, typer.Option(help="Positions per KV block.", show_default="16")
     ] = None,
-    num_kv_blocks: Annotated[
-        int | None, typer.Option(help="Blocks of the KV pool.", show_default="what memory allows")
-    ] = None,
+    num_kv_blocks: NumKvBlocksOption = None,
     gpu_memory_utilization: Annotated[
         float, typer.Option(help="Share of the GPU's memory to fill.")
     ] = 0.9,
-    engine_options: Annotated[
-        str | None,
-        typer.Option(
-            "--engine-options",
-            metavar="JSON",
-            help='Further fields of the engine: \'{"extra_k": [2], "exact": true}\'.',
-            show_default=False,
-        ),
-    ] = None,
+    engine_options: EngineOptions = None,
 ) -> None:
     """Serve a model and its adapters over HTTP, with OpenAI's interface."""
     try:
@@ -173,6 +146,7 @@ def serve(
         "draft_lora": named_paths("--draft-lora", draft_lora) or None,
         "max_loras": max_loras,
         "max_lora_rank": max_lora_rank,
+        "steps_per_replay": steps_per_replay(steps),
         "dtype": dtype,
         "device": device,
         "tensor_parallel_size": tensor_parallel_size,
@@ -189,7 +163,7 @@ def serve(
         "gpu_memory_utilization": gpu_memory_utilization,
     }
     fields |= further_options(engine_options, fields)
-    chosen = None if draft.lower() == "none" else draft
+    chosen = draft_of(draft)
     bound = bind(host, port)
     if not is_loopback(bound) and api_key is None:
         _say(f"warning: whoever reaches {url_of(bound)} may use it; --api-key asks for a key")
@@ -239,35 +213,6 @@ def _serve_replicas(
         drain_timeout=drain_timeout,
         on_ready=on_ready,
     )
-
-
-def draft_width(text: str) -> int | str:
-    """The value of --k. Raises ValueError for what is neither a number nor "auto"."""
-    if text != "auto" and not text.isdecimal():
-        raise ValueError(f"--k must be a number or auto, got {text!r}")
-    return text if text == "auto" else int(text)
-
-
-def named_paths(option: str, given: list[str] | None) -> dict[str, str]:
-    """NAME=PATH options. Raises ValueError naming the option."""
-    paths: dict[str, str] = {}
-    for each in given or ():
-        name, equals, path = each.partition("=")
-        if not (name and equals and path):
-            raise ValueError(f"{option} must be NAME=PATH, got {each!r}")
-        if name in paths:
-            raise ValueError(f"{option}: {name!r} is given twice")
-        paths[name] = path
-    return paths
-
-
-def further_options(text: str | None, known: dict[str, Any]) -> dict[str, Any]:
-    """The value of --engine-options. Raises ValueError where it is no JSON object."""
-    values = json_object("--engine-options", text) or {}
-    twice = sorted(set(values) & set(known))
-    if twice:
-        raise ValueError(f"--engine-options: {', '.join(twice)} have options of their own")
-    return values
 
 
 def _say(line: str) -> None:

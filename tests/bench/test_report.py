@@ -136,7 +136,8 @@ def test_a_machine_without_matplotlib_gets_everything_but_the_plots(
 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     command.save(result, str(tmp_path))
-    assert "no plots" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "no plots" in said and "[bench]" in said and "pip install" in said
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".html", ".json"]
 
 

@@ -137,6 +137,16 @@ def test_a_weak_drafter_is_called_weak_and_nothing_else(models):
     assert report.acceptance["causes"] == []
 
 
+def test_a_good_drafter_that_costs_too_much_is_not_called_weak(models):
+    """The target as its own draft: all is accepted, and nothing is won."""
+    report, checks = doctor(models["target"], models["same"], cudagraph_mode="NONE")
+    assert report.exit_code == 0
+    drafter = checks["drafter"]
+    assert drafter.status == "warning"
+    assert "good but costly, each pass reads 100%" in drafter.found and "weak" not in drafter.found
+    assert "smaller draft model" in drafter.todo
+
+
 @pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "NONE"])
 @pytest.mark.parametrize(
     ("fault", "where"), [(UnreadPrompt, "in the prompt"), (OldKeys, "position")]

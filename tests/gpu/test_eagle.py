@@ -141,7 +141,7 @@ def test_rows_without_drafts_catch_up(target, heads, name):
             for i, request in enumerate(requests):
                 request.k = 4 if (step + i) % 5 in (0, 1) else 0
                 if request.row >= 0:
-                    engine._runner.write_k([request.row], request.k)
+                    engine._runner.write_k([request.row], [request.k])
             engine.step()
             step += 1
         proposed = {}
@@ -187,6 +187,6 @@ def test_nothing_is_compiled_after_start_up(target, heads, name):
         while engine._scheduler.has_work:
             for request in engine._scheduler.running:
                 request.k = 4 if request.stats.steps > 20 else 0
-                engine._runner.write_k([request.row], request.k)
+                engine._runner.write_k([request.row], [request.k])
             engine.step()
         assert names[at_start:] == []

@@ -102,6 +102,7 @@ def test_what_does_not_end_in_time_is_aborted_and_told(tiny) -> None:
         (["--max-waiting", "0"], "max_waiting"),
         (["--timeout", "0"], "timeout"),
         (["--k", "many"], "--k must be a number or auto"),
+        (["--steps-per-replay", "many"], "--steps-per-replay must be a number or auto"),
         (["--host", "256.0.0.1"], "256.0.0.1"),
         (["--engine-options", "[]"], "--engine-options"),
         (["--engine-options", '{"dtype": "float32"}'], "dtype"),
