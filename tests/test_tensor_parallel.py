@@ -242,8 +242,8 @@ def test_a_call_that_fails_on_all_ranks_is_given_back(looking_up):
     expected = texts(looking_up, greedy(8))
     request = looking_up.add_request(PROMPTS[0], greedy(8))[0]
     looking_up.step()
-    with pytest.raises((RuntimeError, TypeError)) as failed:
-        looking_up._runner.write_k([0], "not a number")
+    with pytest.raises((RuntimeError, TypeError, ValueError)) as failed:
+        looking_up._runner.write_k([0], ["not a number"])
     looking_up._ranks.recover(failed.value)
     while request.finish_reason is None:
         looking_up.step()
@@ -253,7 +253,7 @@ def test_a_call_that_fails_on_all_ranks_is_given_back(looking_up):
 
 def test_a_call_that_fails_on_one_rank_ends_the_engine(target):
     with ranks(target.model, capture="lazy") as engine:
-        engine._ranks.tell("write_k", [0], "not a number")
+        engine._ranks.tell("write_k", [0], ["not a number"])
         with pytest.raises(RankLostError, match=r"rank 1 of 2 was lost.*exit code 1: \w+Error"):
             for _ in range(30):
                 engine.generate(PROMPTS, greedy(4))
