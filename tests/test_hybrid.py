@@ -296,3 +296,13 @@ def test_the_doctor_plans_what_the_engine_is(models, monkeypatch):
         monkeypatch.setattr("specdec.doctor.forced.CHUNK", 16)
         choices = forced_choices(step.model, text, step.vocab_size)
     assert choices.tokens[len(PROMPTS[4]) - 1 : -1] == text[len(PROMPTS[4]) :]
+
+
+@pytest.mark.parametrize("draft", ["same", "ngram"])
+def test_timing_graphs_leaves_no_state_behind(models, oracles, draft):
+    """k="auto" times its graphs over rows written by hand, before the first request."""
+    with cpu_engine(models["target"], models.get(draft, draft), "auto", k_max=2) as engine:
+        assert not any(tensor.any() for tensor in engine._runner.step.changing_tensors[2:])
+        for prompt in PROMPTS[2:4]:
+            text = engine.generate(prompt, greedy(30)).token_ids
+            assert text == oracles["target"].greedy(prompt, 30)[0]
