@@ -335,6 +335,17 @@ def _few_rows(
     return out
 
 
+def _is_few(x: Tensor) -> bool:
+    """Rows for ``_few_rows``. In float32, where a GPU has no tensor cores for it, lanes side by side
+    add in another order than one slot after the other."""
+    return x.shape[0] <= FEW_ROWS and not (x.is_cuda and x.dtype == torch.float32)
+
+
+def _tall(x: Tensor, tiles: Tensor | None) -> Tensor | None:
+    """``tiles``, but for few rows of float32: those a pass makes are for ``_few_rows``."""
+    return None if x.shape[0] <= FEW_ROWS else tiles
+
+
 def lora_linear(
     x: Tensor,
     weight: Tensor,
@@ -349,9 +360,9 @@ def lora_linear(
     widths = tuple(parts or (weight.shape[0],))
     if x.shape[0] == 0:
         return linear(x, weight, bias)
-    if x.shape[0] <= FEW_ROWS:
+    if _is_few(x):
         return _few_rows(x, weight, bias, a_stack, b_stack, slot_of_token, widths, tiles)
-    shrink = Shrink.of(x, a_stack, slot_of_token, tiles, len(widths))
+    shrink = Shrink.of(x, a_stack, slot_of_token, _tall(x, tiles), len(widths))
     shrink.launch()
     return expand_(shrink, linear(x, weight, bias), b_stack, widths)
 
@@ -368,9 +379,9 @@ def lora_linear_silu_mul(
     features = weight.shape[0] // 2
     if x.shape[0] == 0:
         return x.new_empty(0, features)
-    if x.shape[0] <= FEW_ROWS:
+    if _is_few(x):
         widths = (features, features)
         return _few_rows(x, weight, None, a_stack, b_stack, slot_of_token, widths, tiles, silu=True)
-    shrink = Shrink.of(x, a_stack, slot_of_token, tiles, 2)
+    shrink = Shrink.of(x, a_stack, slot_of_token, _tall(x, tiles), 2)
     shrink.launch()
     return expand_silu_mul(shrink, linear(x, weight), b_stack)

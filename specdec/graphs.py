@@ -241,6 +241,11 @@ class EngineGraphs:
     def table(self) -> list[GraphRow]:
         return self.flat.table() + [row for each in self.passes for row in each.wrapper.table()]
 
+    def forget_replays(self) -> None:
+        """Those that timed the graphs at start-up are no traffic."""
+        for each in self.passes:
+            each.wrapper.forget_replays()
+
     def clear(self) -> None:
         self.flat.clear()
         for each in self.passes:

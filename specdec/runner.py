@@ -199,6 +199,10 @@ class Runner:
         """From now on batches with adapters have graphs of their own, beside those without."""
         self._graphs.enable_lora(num_slots)
 
+    def forget_replays(self) -> None:
+        """Let the graph table count replays from here on."""
+        self._graphs.forget_replays()
+
     def graph_table(self) -> list[GraphRow]:
         return self._graphs.table()
 

@@ -22,8 +22,11 @@ def capture_and_time(
     eager: else graphs are captured on first use, but those that are timed. largest: the largest of
     all ranks' numbers, which must have the same graphs.
     """
+    costs = None
     if not eager:
-        return runner.decode_costs(num_adapter_slots) if adapts else None
+        costs = runner.decode_costs(num_adapter_slots) if adapts else None
+        runner.forget_replays()
+        return costs
     with start_progress("capturing") as progress:
         runner.capture_all(progress)
         costs = runner.decode_costs(num_adapter_slots) if adapts else None
@@ -33,4 +36,5 @@ def capture_and_time(
             # Ranks agree on whole numbers, so in nanoseconds.
             agreed = {size: largest(round(1e9 * each)) / 1e9 for size, each in seconds.items()}
             runner.capture_rounds(rounds.decide(agreed), OUTLASTS, progress)
+    runner.forget_replays()
     return costs

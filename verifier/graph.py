@@ -176,6 +176,11 @@ class CUDAGraphWrapper:
     def has_graph(self, key: GraphKey) -> bool:
         return key in self._graphs
 
+    def forget_replays(self) -> None:
+        """Count replays from here on."""
+        for graph in self._graphs.values():
+            graph.replays = 0
+
     def clear(self) -> None:
         """Drops all graphs; outputs that someone still holds keep theirs alive."""
         self._graphs.clear()

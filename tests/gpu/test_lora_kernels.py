@@ -146,7 +146,8 @@ def test_rows_keep_their_bits_while_layers_follow_each_other_in_a_graph():
         graphs.append(torch.cuda.CUDAGraph())
         with torch.cuda.graph(graphs[-1]):
             outs.append(layers(x))
-        inputs.append(x)
+        # A graph reads them at their places, so they stay.
+        inputs.append((x, slots, tiles))
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in graphs]
     for _ in range(50):
