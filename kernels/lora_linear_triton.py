@@ -336,8 +336,7 @@ def _few_rows(
 
 
 def _is_few(x: Tensor) -> bool:
-    """Rows for ``_few_rows``. In float32, where a GPU has no tensor cores for it, lanes side by side
-    add in another order than one slot after the other."""
+    """Rows for ``_few_rows``. On a GPU it has other bits in float32 than the way of many rows."""
     return x.shape[0] <= FEW_ROWS and not (x.is_cuda and x.dtype == torch.float32)
 
 

@@ -163,11 +163,10 @@ class EngineGraphs:
 
     # -- capture ----------------------------------------------------------------------------------
 
-    def capture_all(self, progress: Progress | None = None, held: int = 0) -> None:
+    def capture_all(self, progress: Progress | None = None) -> None:
         """Capture every greedy key that has no graph yet, largest first, within the limit.
 
-        ``held``: bytes of the limit that are gone already. Raises ValueError where the widest
-        graphs alone are over it.
+        Raises ValueError where the widest graphs alone are over it.
         """
         keys = self._missing()
         groups = groups_of([key for key in keys if key.rounds == 1])
@@ -200,7 +199,7 @@ class EngineGraphs:
             for key in keys:
                 if key.rounds > 1:
                     expected = len(key.variants) * key.rounds * self._bytes_of_one_round(key)
-                    if limit is None or held + sum(taken.values()) + expected <= limit:
+                    if limit is None or sum(taken.values()) + expected <= limit:
                         capture(key)
                     else:
                         self._remove(key, _no_room(limit, key))
@@ -213,15 +212,17 @@ class EngineGraphs:
         """Capture a pass's graphs of several rounds for these numbers of requests, for no others.
 
         ``why`` the others have none. Sampled ones are captured too: no batch is to wait for
-        several rounds at once.
+        several rounds at once. Under a memory limit none are: nobody has measured what sampled
+        ones take, which is more.
         """
+        if self._memory_limit is not None:
+            sizes, why = (), "auto: graph_memory_limit is set"
         for rounds in each.dispatcher.rounds:
             for mode, shape in each.dispatcher.capture_list(rounds):
                 if shape.num_reqs not in sizes:
                     each.dispatcher.remove_key(mode, shape, why, rounds)
         each.round_variants = ("greedy", "sampled")
-        held = 0 if self._memory_limit is None else sum(row.num_bytes for row in self.table())
-        self.capture_all(progress, self._largest(held))
+        self.capture_all(progress)
 
     @staticmethod
     def round_sizes(each: UniformPass) -> list[int]:
