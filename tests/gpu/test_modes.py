@@ -191,15 +191,21 @@ def test_a_compiled_folder_is_used_again(pair, tmp_path):
 
 
 def test_a_memory_limit_is_kept(pair):
-    with gpu_engine(pair, max_num_seqs=64) as engine:
-        rows = engine.graph_table()
-    total = sum(row.num_bytes for row in rows)
-    with gpu_engine(pair, max_num_seqs=64, graph_memory_limit=total * 9 // 10) as engine:
+    options = {"max_num_seqs": 64, "steps_per_replay": 1}
+    with gpu_engine(pair, **options) as engine:
+        total = sum(row.num_bytes for row in engine.graph_table())
+    with gpu_engine(pair, graph_memory_limit=total * 9 // 10, **options) as engine:
         assert sum(row.num_bytes for row in engine.graph_table()) <= total * 9 // 10
         engine.generate([PROMPTS[0]] * 64, greedy(8))
         assert engine.recent_steps(1)[0].mode == "FULL"
     with pytest.raises(ValueError, match="graph_memory_limit"):
         gpu_engine(pair, graph_memory_limit=1)
+
+
+def test_no_rounds_by_themselves_under_a_memory_limit(pair):
+    with gpu_engine(pair, graph_memory_limit=1 << 30) as engine:
+        assert all(row.rounds == 1 for row in engine.graph_table())
+        assert sum(row.num_bytes for row in engine.graph_table()) <= 1 << 30
 
 
 def test_the_sdpa_backend_is_served_what_it_can(pair, caplog):
