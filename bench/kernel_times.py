@@ -30,6 +30,7 @@ from specdec.kernels import (
     linear,
     norm,
     qkv,
+    ready_linear,
     rope,
     sampling,
 )
@@ -195,17 +196,32 @@ class Step:
             for name, n, k in self.shape.linears()
         )
 
+    def attend(
+        self, x: Tensor, index: int, layer: dict[str, Tensor], within: tuple[Tensor, float] | None
+    ) -> Tensor:
+        """Attention of x, or of its norm ``within`` the projection."""
+        caches = self.batch.caches[index]
+        query = qkv.qkv_rope_write_kv(
+            x, layer["qkv"], None, self.table, self.positions, *caches, self.slots, within
+        )
+        _, *rest = self.batch.arguments(index)
+        return attention_triton.paged_attention(
+            query, *rest, older_keys_stand=within is not None, scratch=self.batch.scratch
+        ).flatten(1)
+
     def run(self) -> Tensor:
-        residual = self.hidden
-        normed = norm.rms_norm(residual, self.scale, 1e-5)
+        """As the models do: norms within products where those have their weights on hand."""
+        residual, scale = self.hidden, (self.scale, 1e-5)
+        if ready_linear.is_ready(residual, [weight.shape[1] for weight in self.layers[0].values()]):
+            for index, layer in enumerate(self.layers):
+                mixed = self.attend(residual, index, layer, scale)
+                residual = ready_linear.ready_linear_add(mixed, layer["o"], residual)
+                gated = ready_linear.norm_linear_silu_mul(residual, scale, layer["gate_up"])
+                residual = ready_linear.ready_linear_add(gated, layer["down"], residual)
+            return linear.linear_argmax(norm.rms_norm(residual, *scale), self.head)[0]
+        normed = norm.rms_norm(residual, *scale)
         for index, layer in enumerate(self.layers):
-            caches = self.batch.caches[index]
-            query = qkv.qkv_rope_write_kv(
-                normed, layer["qkv"], None, self.table, self.positions, *caches, self.slots
-            )
-            _, *rest = self.batch.arguments(index)
-            mixed = attention_triton.paged_attention(query, *rest, scratch=self.batch.scratch)
-            out = linear.linear(mixed.flatten(1), layer["o"])
+            out = linear.linear(self.attend(normed, index, layer, None), layer["o"])
             normed, residual = norm.add_rms_norm(out, residual, self.scale, 1e-5)
             gated = linear.linear_silu_mul(normed, layer["gate_up"])
             out = linear.linear(gated, layer["down"])

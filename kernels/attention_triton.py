@@ -73,8 +73,10 @@ class TileConfig:
     # then a power of two), and whether blocks and parts are asked for before they are needed.
     slices: int = 1
     ahead: bool = False
-    # Whether keys of earlier passes are read before the kernel in front is over.
+    # Whether keys of earlier passes are read before the kernel in front is over, which must not
+    # write those, the lengths or the block table; and whether the kernel behind is let in early.
     keys_first: bool = False
+    lets_in: bool = False
 
 
 def max_tile_rows(block_d: int, itemsize: int) -> int:
@@ -100,13 +102,24 @@ def default_config(
     small = 2 * block_m * (block_d + leaf) + 2048
     deep = num_tiles >= DEEP_TILES and 3 * 4 * leaf * block_d + small <= _shared_bytes(like.device)
     programs_per_sm = 2 if deep and block_d <= 64 else 1
-    return TileConfig(num_warps=num_warps, stages=5 if deep else 2, programs_per_sm=programs_per_sm)
+    # Programs of a deep pipeline leave no room for those of the next kernel.
+    return TileConfig(
+        num_warps=num_warps,
+        stages=5 if deep else 2,
+        programs_per_sm=programs_per_sm,
+        lets_in=not deep,
+    )
 
 
 def small_config(query_len: int) -> TileConfig:
     """The configuration of one request with small heads, whose launches are waits for most part."""
     return TileConfig(
-        num_warps=4, stages=2, slices=2 if query_len > 1 else 1, ahead=True, keys_first=True
+        num_warps=4,
+        stages=2,
+        slices=2 if query_len > 1 else 1,
+        ahead=True,
+        keys_first=True,
+        lets_in=True,
     )
 
 
@@ -140,10 +153,14 @@ def paged_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     *,
+    older_keys_stand: bool = False,
     scratch: Scratch | None = None,
     config: TileConfig | None = None,
 ) -> Tensor:
     """Triton side of ``specdec.kernels.attention.paged_attention``.
+
+    ``older_keys_stand``: the kernel before this one writes no lengths, no block table, and no key
+    before ``context_lens``, so that a uniform batch may read those while it still runs.
 
     ``scratch`` is kept between calls by whoever captures graphs; without it a call makes its own.
     """
@@ -205,9 +222,12 @@ def paged_attention(
     tile_rows = triton.cdiv(num_rows, tiles)
     block_m = max(16, triton.next_power_of_2(tile_rows))
     tiles_of_batch = num_reqs * num_kv_heads * tiles
-    if config is None and num_reqs == 1 and head_size in SMALL_HEADS and query.itemsize == 2:
+    is_small = num_reqs == 1 and head_size in SMALL_HEADS and query.itemsize == 2
+    if config is None and older_keys_stand and is_small:
         config = small_config(max_query_len)
     config = config or default_config(block_m, block_d, leaf, query, tiles_of_batch)
+    if config.keys_first and head_size % 16:
+        raise ValueError(f"keys_first: head size {head_size} is no multiple of 16")
     programs = num_programs(query.device, config.programs_per_sm)
     multiprocessors = num_programs(query.device, 1)
     assert config.slices == 1 or head_size == block_d, (config, head_size)
@@ -254,6 +274,6 @@ def paged_attention(
         STAGES=config.stages,
         num_warps=config.num_warps,
         **common,
-        **pdl_options(query, lets_in=config.keys_first),
+        **pdl_options(query, lets_in=config.lets_in),
     )
     return out

@@ -57,9 +57,12 @@ def pdl_options(like: Tensor, *, lets_in: bool = False) -> dict[str, Any]:
 
 
 def reads_early(like: Tensor) -> int:
-    """``early`` of a kernel that reads weights, or older keys, before the kernel before it is over.
+    """``early`` of a kernel that reads some of its inputs before the kernel before it is over.
 
-    1 inside a capture: no kernel of a graph writes those, and whatever wrote them before is over
-    when a replay begins. 0 in a stream, where the kernel before may be the one that fills them.
+    1 inside a capture. Such inputs are weights, which no kernel of a graph writes, and what only
+    kernels before the one before it write, since those are over when it starts: positions, slots,
+    lengths, block tables and keys of earlier positions. The model sees to that: what makes a
+    batch's tensors is followed by the embedding lookup. 0 in a stream, where the kernel before may
+    be the one that fills them.
     """
     return int(like.is_cuda and torch.cuda.is_current_stream_capturing())

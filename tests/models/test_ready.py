@@ -39,6 +39,23 @@ def test_plain_layers_have_the_same_result(family, tmp_path, taken, monkeypatch)
     assert len(taken) == 6
 
 
+def test_only_behind_norms_in_projections_do_older_keys_stand(tmp_path, taken, monkeypatch):
+    """Elsewhere the kernel before attention may be one that writes lengths or such keys."""
+    seen = []
+    model = load(make_tiny(tmp_path))
+    attend = model.attention_backend.forward
+
+    def recorded(query, keys, values, metadata, *rest):
+        seen.append(metadata.older_keys_stand)
+        return attend(query, keys, values, metadata, *rest)
+
+    monkeypatch.setattr(model.attention_backend, "forward", recorded)
+    logits_of(model, IDS)
+    monkeypatch.setattr(decoder, "is_ready", lambda x, depths: False)
+    logits_of(model, IDS)
+    assert seen == [True, True, False, False]
+
+
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "mixtral"])
 def test_layers_with_something_between_do_without(family, tmp_path, taken):
     """Norms of heads, norms behind the products, experts."""

@@ -41,6 +41,9 @@ class AttentionMetadata:
     # batch stands behind tokens that may be rejected yet, so no state takes them in.
     state_rows: Tensor | None = None
     tentative: bool = False
+    # The kernel directly before attention writes no lengths, no block table and no keys before
+    # ``context_lens``, so that a backend may read those while it still runs.
+    older_keys_stand: bool = False
     # What a backend works out once for all layers of a pass, under its own name.
     prepared: dict[str, Any] = field(default_factory=dict, compare=False)
 

@@ -3,7 +3,7 @@
 Shape letters: T tokens, H query heads, G key/value heads, D head size.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -100,9 +100,10 @@ class PagedAttention:
         keys, values = self.kv_cache.keys[layer], self.kv_cache.values[layer]
         slots = self.metadata.slot_mapping
         query = qkv_rope_write_kv(x, weight, bias, cos_sin, positions, keys, values, slots, norm)
-        return self.backend.forward(
-            query, keys, values, self.metadata, scale, sliding_window, soft_cap
-        )
+        # With a norm x is a residual stream. What made it stands between the projection, which
+        # writes the batch's own keys alone, and whatever made the batch's tensors.
+        metadata = replace(self.metadata, older_keys_stand=norm is not None)
+        return self.backend.forward(query, keys, values, metadata, scale, sliding_window, soft_cap)
 
     def recur(
         self, projected: Tensor, weights: MixerWeights, layer: int, sizes: MixerSizes

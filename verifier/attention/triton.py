@@ -65,5 +65,6 @@ class TritonBackend:
             metadata.uniform,
             sliding_window,
             soft_cap,
+            older_keys_stand=metadata.older_keys_stand,
             scratch=self._scratch,
         )

@@ -154,6 +154,13 @@ def test_bits_depend_neither_on_slices_nor_on_when_things_are_read(
                 assert torch.equal(got, expected)
 
 
+def test_keys_first_is_refused_for_head_sizes_that_it_does_not_cover() -> None:
+    config = attention_triton.TileConfig(num_warps=4, stages=1, keys_first=True)
+    batch = make_batch([5], [2], uniform=True, num_kv_heads=1, num_heads=2, head_size=24)
+    with pytest.raises(ValueError, match="head size 24 is no multiple of 16"):
+        attention_triton.paged_attention(**batch.arguments(), config=config)
+
+
 def solo(batch: Batch, request: int, first: int, query_len: int) -> Batch:
     """Rows ``first .. first + query_len - 1`` of one request as a uniform batch of their own."""
     start = int(batch.query_start_loc[request]) + first
