@@ -301,7 +301,8 @@ class _Limits:
 
 def _limits(config: EngineConfig, source: Source, k: int | str, device: torch.device) -> _Limits:
     if k and max(config.extra_k, default=0) > (config.k_max if k == "auto" else int(k)):
-        raise ValueError(f"extra_k {list(config.extra_k)} must not be above k, {k}")
+        bound = f"k_max, {config.k_max}" if k == "auto" else f"k, {k}"
+        raise ValueError(f"extra_k {list(config.extra_k)} must not be above {bound}")
     widths = widths_up_to(config.k_max) if k == "auto" else [int(k)]
     max_k = max(widths)
     vocab_size = source.config.vocab_size

@@ -293,6 +293,8 @@ def graphs(
         "cudagraph_capture_sizes": sizes("--cudagraph-capture-sizes", capture_sizes),
         "max_num_seqs": max_num_seqs,
     }
+    if plot is not None and not plot.absolute().parent.is_dir():
+        raise ValueError(f"--plot {plot}: {plot.absolute().parent} is not a folder")
     with Engine(model, draft_of(draft), draft_width(k), **fields) as engine:
         rows = engine.graph_table()
         console = Console()

@@ -19,6 +19,7 @@ DTYPES = {
 BASE = "base"  # what the counts of rows without an adapter go by
 MODEL_IMPLS = ("specdec", "transformers")
 ACCEPTANCE = ("auto", "coupled", "rejection")
+_DEFAULT_GRAPH_MODE = "FULL_AND_PIECEWISE"
 COMPILATION_KEYS = ("cudagraph_mode", "cudagraph_capture_sizes", *CompilationConfig.keys())
 
 
@@ -89,7 +90,7 @@ class EngineConfig:
 
     dtype: str = "auto"
     device: str = "auto"
-    cudagraph_mode: CUDAGraphMode | str = "FULL_AND_PIECEWISE"
+    cudagraph_mode: CUDAGraphMode | str = _DEFAULT_GRAPH_MODE
     compilation_config: Mapping[str, Any] | None = None
     cudagraph_capture_sizes: Sequence[int] | None = None
     uniform_request_counts: Sequence[int] | None = None
@@ -167,15 +168,15 @@ class EngineConfig:
             )
         self._check_adapters()
         for name in ("exact", "async_scheduling"):
-            if getattr(self, name) not in (True, False, "auto"):
-                raise ValueError(
-                    f"{name} must be True, False or 'auto', got {getattr(self, name)!r}"
-                )
+            value = getattr(self, name)
+            if value != "auto" and not isinstance(value, bool):
+                raise ValueError(f"{name} must be True, False or 'auto', got {value!r}")
         for name in ("enable_prefix_caching", "debug", "verify_graphs", "symmetric_memory"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        self._check_compilation_config()
+        _check_sizes("cudagraph_capture_sizes", self.cudagraph_capture_sizes, 1)
         _check_sizes("cudagraph_capture_sizes", self.capture_sizes, 1)
+        self._check_compilation_config()
         _check_sizes("uniform_request_counts", self.uniform_request_counts, 1)
         _check_sizes("extra_k", self.extra_k, 0)
         self._check_simulated()
@@ -235,15 +236,28 @@ class EngineConfig:
             return
         if not isinstance(config, Mapping):
             raise TypeError(f"compilation_config must be a mapping, got {config!r}")
-        unknown = sorted(set(config) - set(COMPILATION_KEYS))
+        unknown = [str(key) for key in config if key not in COMPILATION_KEYS]
         if unknown:
             raise ValueError(
-                f"compilation_config: {', '.join(unknown)} not supported; "
+                f"compilation_config: {', '.join(sorted(unknown))} not supported; "
                 f"known keys are {', '.join(COMPILATION_KEYS)}"
             )
+        self._check_said_twice(config)
         unsupported = self.compilation.unsupported_on(self.torch_device)
         if unsupported is not None:
             raise ValueError(f"compilation_config: {unsupported}")
+
+    def _check_said_twice(self, config: Mapping[str, Any]) -> None:
+        """A field that stands in ``compilation_config`` too must not say something else."""
+        mode, inner = CUDAGraphMode.parse(self.cudagraph_mode), config.get("cudagraph_mode")
+        is_default = mode is CUDAGraphMode.parse(_DEFAULT_GRAPH_MODE)
+        if inner is not None and not is_default and self.graph_mode is not mode:
+            raise ValueError(f"cudagraph_mode is {mode}, but in compilation_config {inner}")
+        sizes, inner = self.cudagraph_capture_sizes, config.get("cudagraph_capture_sizes")
+        if sizes is not None and inner is not None and list(sizes) != list(inner):
+            raise ValueError(
+                f"cudagraph_capture_sizes is {list(sizes)}, but in compilation_config {list(inner)}"
+            )
 
     @property
     def compilation(self) -> CompilationConfig:
@@ -253,8 +267,14 @@ class EngineConfig:
 
     @property
     def graph_mode(self) -> CUDAGraphMode:
+        mode = CUDAGraphMode.parse(self.cudagraph_mode)
         chosen = (self.compilation_config or {}).get("cudagraph_mode")
-        return CUDAGraphMode.parse(self.cudagraph_mode if chosen is None else chosen)
+        if chosen is None:
+            return mode
+        try:
+            return CUDAGraphMode.parse(chosen)
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"compilation_config: {error}") from error
 
     @property
     def capture_sizes(self) -> Sequence[int] | None:

@@ -159,3 +159,38 @@ def test_more_gpus_than_can_serve_are_refused_by_name(spelled, field, value):
         cpu_engine(spelled, None, **{field: value})
     with pytest.raises((ValueError, TypeError), match=field):
         generate(spelled, **{field: value})
+
+
+INNER = {"cudagraph_mode": "NONE", "cudagraph_capture_sizes": [8]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"cudagraph_mode": "zip", "compilation_config": INNER}, "cudagraph_mode.*zip"),
+        ({"cudagraph_mode": "FULL", "compilation_config": INNER}, "FULL.*compilation_config NONE"),
+        ({"cudagraph_capture_sizes": [-4], "compilation_config": INNER}, "capture_sizes"),
+        (
+            {"cudagraph_capture_sizes": [16], "compilation_config": INNER},
+            r"\[16\].*compilation_config \[8\]",
+        ),
+        ({"compilation_config": {"cudagraph_mode": "zip"}}, "compilation_config: .*zip"),
+        ({"compilation_config": {"splitting_ops": 5}}, "splitting_ops must be a list.*5"),
+        ({"compilation_config": {"splitting_ops": [1]}}, "splitting_ops must be a list"),
+        ({"compilation_config": {"splitting_ops": "abc"}}, "splitting_ops must be a list.*abc"),
+        ({"compilation_config": {"compile_sizes": True}}, "compile_sizes must be.*True"),
+        ({"compilation_config": {1: 2, "a": 3}}, "compilation_config: 1, a not supported"),
+        ({"exact": 1}, "exact must be True"),
+        ({"async_scheduling": 0}, "async_scheduling must be True"),
+    ],
+    ids=str,
+)
+def test_settings_that_are_wrong_or_said_twice(fields, named):
+    """Fault: of two that differ one was dropped in silence, unchecked; others failed inside."""
+    with pytest.raises((TypeError, ValueError), match=named):
+        specdec.Engine("no such folder", device="cpu", **fields)
+
+
+def test_the_bound_of_extra_k_is_named(spelled):
+    with pytest.raises(ValueError, match=r"extra_k \[1, 5\] must not be above k_max, 4"):
+        cpu_engine(spelled, "ngram", "auto", k_max=4, extra_k=[1, 5])

@@ -6,7 +6,7 @@ needs Inductor and is imported where a piece is compiled.
 
 import importlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -65,10 +65,14 @@ class CompilationConfig:
                 f"compilation_config: backend must be one of {', '.join(BACKENDS)}, "
                 f"not {self.backend!r}"
             )
-        if any(type(size) is not int or size < 1 for size in self.compile_sizes):
+        sizes, ops = self.compile_sizes, self.splitting_ops
+        if not _is_list_of(int, sizes) or any(size < 1 for size in sizes):
             raise ValueError(
-                f"compilation_config: compile_sizes must be positive integers, "
-                f"not {list(self.compile_sizes)}"
+                f"compilation_config: compile_sizes must be positive integers, not {sizes!r}"
+            )
+        if ops is not None and not _is_list_of(str, ops):
+            raise ValueError(
+                f"compilation_config: splitting_ops must be a list of names, not {ops!r}"
             )
         if self.mode == NO_COMPILATION and self._asks_for_compilation:
             raise ValueError(
@@ -183,3 +187,9 @@ def compile_pieces(
     from specdec.verifier.inductor import compile_chain
 
     return chain, compile_chain(model, chain, config)
+
+
+def _is_list_of(kind: type, values: object) -> bool:
+    if not isinstance(values, Collection) or isinstance(values, str | bytes | Mapping):
+        return False
+    return all(type(value) is kind for value in values)
