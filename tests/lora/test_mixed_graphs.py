@@ -190,11 +190,14 @@ def test_every_step_runs_as_its_mode_promises(models, lora, mode, compilation):
 def test_the_planner_and_the_start_up_line_count_them(models, lora, monkeypatch):
     """As on a GPU, where graphs of batches with prompts are captured at start-up."""
     from specdec.graph_report import start_up_line
-    from specdec.graphs import EngineGraphs, _Key
+    from specdec.graph_keys import CaptureKey
+    from specdec.graphs import EngineGraphs
 
     def missing(self):
         mixed = [
-            _Key(None, *each) for each in self.dispatcher.capture_list() if not each[1].uniform
+            CaptureKey(None, *each)
+            for each in self.dispatcher.capture_list()
+            if not each[1].uniform
         ]
         return [key for key in mixed if not self._has_graph(key, "greedy")] + original(self)
 
