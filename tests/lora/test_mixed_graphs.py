@@ -189,8 +189,8 @@ def test_every_step_runs_as_its_mode_promises(models, lora, mode, compilation):
 
 def test_the_planner_and_the_start_up_line_count_them(models, lora, monkeypatch):
     """As on a GPU, where graphs of batches with prompts are captured at start-up."""
-    from specdec.graph_report import start_up_line
     from specdec.graph_keys import CaptureKey
+    from specdec.graph_report import start_up_line
     from specdec.graphs import EngineGraphs
 
     def missing(self):
