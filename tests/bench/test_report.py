@@ -65,7 +65,9 @@ def test_the_tables_agree_with_the_file(result: dict[str, Any], tmp_path: Path) 
         assert report.digits(point["parts_ms"]["verify"]) in parts
     document = report.markdown(read, "some/file.json")
     assert "some/file.json" in document
-    assert document.count("| 100% |") == 6  # two numbers of requests, three ways to draft
+    # Two numbers of requests and two k at least; what "auto" drafts depends on the machine.
+    accepted = [p for p in read["points"] if p["drafted"] and p["acceptance_rate"] == 1]
+    assert document.count("| 100% |") == len(accepted) >= 4
 
 
 def test_tables_fit_a_terminal_of_eighty_columns(result: dict[str, Any]) -> None:
