@@ -102,13 +102,7 @@ def default_config(
     small = 2 * block_m * (block_d + leaf) + 2048
     deep = num_tiles >= DEEP_TILES and 3 * 4 * leaf * block_d + small <= _shared_bytes(like.device)
     programs_per_sm = 2 if deep and block_d <= 64 else 1
-    # Programs of a deep pipeline leave no room for those of the next kernel.
-    return TileConfig(
-        num_warps=num_warps,
-        stages=5 if deep else 2,
-        programs_per_sm=programs_per_sm,
-        lets_in=not deep,
-    )
+    return TileConfig(num_warps=num_warps, stages=5 if deep else 2, programs_per_sm=programs_per_sm)
 
 
 def small_config(query_len: int) -> TileConfig:
