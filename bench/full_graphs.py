@@ -1,10 +1,12 @@
 """Every decode step on a FULL graph, text unchanged by speculation: the main job on one GPU.
 
 Runs an 8B-shaped pair (the target's layers from the third on add nothing; the draft is its first
-two layers, so every draft is accepted at full cost) and the bundled SmolLM2 with an n-gram drafter
-and with its own first layers as a checkpoint, at several request counts, with k drafts and
-without. For each: the graph modes of all decode steps, whether the text equals the text without a
-drafter, and the time per step and per token beside the time that reading the weights takes.
+two layers, so every draft is accepted at full cost) on random prompts, and the bundled SmolLM2 on
+the package's prompts under its chat template: with an n-gram drafter, with its trained head, with
+lookup before that head, and with its own first layers as a checkpoint; at several request counts,
+with k drafts and without. For each: the graph modes of all decode steps, whether the text equals
+the text without a drafter, and the time per step and per token beside the time that reading the
+weights takes.
 
     python bench/full_graphs.py --out bench/results/full_graphs.json
 """
@@ -22,7 +24,9 @@ from typing import Any
 import torch
 
 import specdec
+from specdec.api import chat_prompts
 from specdec.bench.environment import describe
+from specdec.bench.prompts import load_prompts, spread
 from specdec.request import Request
 from specdec.verifier.attention.select import select_backend
 from specdec.verifier.loading import (
@@ -62,7 +66,7 @@ class Case:
     name: str
     model: str | CausalLM | None
     draft: str | CausalLM | None
-    prompt_len: int
+    prompt_len: int | None  # random tokens; None: the package's prompts
     new_tokens: int
 
 
@@ -99,8 +103,10 @@ def cases(wanted: set[str]) -> Iterator[Case]:
         tokenizer = load_tokenizer(None)
         assert tokenizer is not None
         tokenizer.save(folder)
-        yield Case("SmolLM2, ngram", None, "ngram", 200, 128)
-        yield Case("SmolLM2, its first 8 layers", None, str(folder), 200, 128)
+        yield Case("SmolLM2, ngram", None, "ngram", None, 128)
+        yield Case("SmolLM2, its trained head", None, "auto", None, 128)
+        yield Case("SmolLM2, suffix + head", None, "suffix+auto", None, 128)
+        yield Case("SmolLM2, its first 8 layers", None, str(folder), None, 128)
     if "8b" in wanted:
         target, draft = made_pair()
         yield Case("8B shape, made pair", target, draft, 900, 128)
@@ -130,6 +136,15 @@ def decode(
     return Decoded(requests, seconds, sum(len(r.output_ids) for r in requests) - begun)
 
 
+def prompts_of(
+    engine: specdec.Engine, case: Case, count: int, generator: torch.Generator
+) -> list[list[int]]:
+    if case.prompt_len is not None:
+        return torch.randint(3, 40_000, (count, case.prompt_len), generator=generator).tolist()
+    texts = [prompt.text for prompt in spread(load_prompts(), count)]
+    return [chat_prompts(engine, texts[i % len(texts)]) for i in range(count)]
+
+
 def run(case: Case, k: int) -> tuple[list[dict[str, Any]], dict[int, list[list[int]]]]:
     generator = torch.Generator().manual_seed(0)
     rows, texts = [], {}
@@ -144,9 +159,7 @@ def run(case: Case, k: int) -> tuple[list[dict[str, Any]], dict[int, list[list[i
     ) as engine:
         params = specdec.SamplingParams(max_new_tokens=case.new_tokens, ignore_eos=True)
         for count in REQUEST_COUNTS:
-            prompts = torch.randint(
-                3, 40_000, (count, case.prompt_len), generator=generator
-            ).tolist()
+            prompts = prompts_of(engine, case, count, generator)
             engine.generate(prompts, specdec.SamplingParams(max_new_tokens=8, ignore_eos=True))
             seen = len(engine.recent_steps(10_000))
             timed = [decode(engine, prompts, params) for _ in range(REPEATS)]

@@ -169,7 +169,7 @@ def run(model: CausalLM, rank: int, k: int, length: int) -> list[dict[str, Any]]
                 }
             )
         table = engine.graph_table()
-        rows[0]["slot_bytes"] = engine._lora._table.slots.bytes_per_slot
+        rows[0]["slot_bytes"] = engine._lora._table.memory.slots.bytes_per_slot
         rows[0]["graphs"] = {
             kind: sum(row.descriptor.has_lora == (kind == "lora") for row in table)
             for kind in ("base", "lora")

@@ -6,7 +6,8 @@ pair     an 8B-shaped target whose layers from the third on cost their time and 
          same memory; flashspec and economize through a runner where ``--small-peers`` names its
          folder (with ``run_small_peer.py`` and the unpacked packages in it).
 smollm2  the bundled model on real prompts, one at a time: n-grams against transformers' prompt
-         lookup, and its own first layers as a draft model against ``assistant_model``.
+         lookup, its own first layers as a draft model against ``assistant_model``, and its trained
+         head, alone and behind lookup.
 
     python bench/peers.py --out bench/results/peers.json
     python bench/peers.py --only pair --small-peers FOLDER
@@ -196,8 +197,9 @@ def smollm2(report: dict[str, Any], sizes: Sizes, device: torch.device) -> None:
         tokenizer = load_tokenizer(None)
         assert tokenizer is not None
         tokenizer.save(first)
-        for draft in ("ngram", first):
-            label = "ngram" if draft == "ngram" else f"its first {sizes.draft_layers} layers"
+        layers = f"its first {sizes.draft_layers} layers"
+        labels = {"ngram": "ngram", "auto": "head", "suffix+auto": "suffix + head", first: layers}
+        for draft, label in labels.items():
             with specdec.Engine(
                 None,
                 draft,
@@ -232,6 +234,8 @@ def smollm2(report: dict[str, Any], sizes: Sizes, device: torch.device) -> None:
                     }
                     say(f"smollm2: specdec, {row}")
                     report["smollm2"]["specdec"].append(row)
+            if "auto" in str(draft):
+                continue
             task = Task(
                 target=whole,
                 draft=draft,

@@ -5,8 +5,6 @@ Source: Li et al., "EAGLE-3", 2025; parallel drafting in the manner of P-EAGLE a
 Shape letters: R requests of the batch, T tokens, W tokens per row of the first pass.
 """
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -143,7 +141,7 @@ class EagleDrafter(Drafter):
         query, stream = (_last_of_each(rows, length, k) for rows in (query, stream))
         metadata = self._fed(state, None, k, offset=-2, min_drafts=1).metadata
         placed = (state.seq_lens - 1 + (state.max_drafts - 1).clamp_min(0)).int()
-        metadata = replace(metadata, seq_lens=torch.minimum(metadata.seq_lens, placed))
+        metadata = metadata.with_seq_lens(torch.minimum(metadata.seq_lens, placed))
         hidden, _ = head.attend(query, stream, self.kv_cache, metadata)
         hidden = hidden.view(num_reqs, k, -1)
         drafted = [self._sample(state, hidden[:, step], step) for step in range(k)]

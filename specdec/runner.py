@@ -70,6 +70,7 @@ class Runner:
         compare: raises where other ranks have another number for what it is called with.
         """
         self.step = step
+        self._mode = mode
         self._ks = sorted({query_len - 1 for query_len in query_lens})
         self.state = step.state
         self.device = step.state.device
@@ -128,9 +129,15 @@ class Runner:
     @torch.inference_mode()
     def capture_all(self, progress: Progress | None = None) -> None:
         """Capture every greedy key of every table that has no graph yet, largest first."""
-        if self.device.type == "cuda":
+        on_gpu = self.device.type == "cuda"
+        if on_gpu:
             self.warm_up()
         self._graphs.capture_all(progress)
+        if on_gpu and self._mode.decode_mode() is CUDAGraphMode.PIECEWISE:
+            # Between pieces attention reads nothing early: another kernel, for one request.
+            self._fill_slots([])
+            for k in self._ks:
+                self._graphs.run(self._decode, 1, k, sampled=False, has_lora=False)
 
     @torch.inference_mode()
     def warm_up(self) -> None:

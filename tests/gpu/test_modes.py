@@ -1,5 +1,7 @@
 """The five modes on a real GPU: one text, replays as promised, and nothing compiled after start."""
 
+import re
+
 import pytest
 from compilations import forget_compiled_kernels, noted_compilations
 from harness import PROMPTS, greedy
@@ -192,14 +194,18 @@ def test_a_compiled_folder_is_used_again(pair, tmp_path):
 
 def test_a_memory_limit_is_kept(pair):
     options = {"max_num_seqs": 64, "steps_per_replay": 1}
-    with gpu_engine(pair, **options) as engine:
-        total = sum(row.num_bytes for row in engine.graph_table())
-    with gpu_engine(pair, graph_memory_limit=total * 9 // 10, **options) as engine:
-        assert sum(row.num_bytes for row in engine.graph_table()) <= total * 9 // 10
+    with pytest.raises(ValueError, match="graph_memory_limit") as refusal:
+        gpu_engine(pair, graph_memory_limit=1, **options)
+    # The driver hands out graphs' memory in pieces of 2 MiB, and not the same number every time.
+    least = int(re.search(r"largest graphs alone take (\d+)", str(refusal.value))[1])
+    limit = least + (4 << 20)
+    with gpu_engine(pair, graph_memory_limit=limit, **options) as engine:
+        table = engine.graph_table()
+        assert sum(row.num_bytes for row in table) <= limit
         engine.generate([PROMPTS[0]] * 64, greedy(8))
         assert engine.recent_steps(1)[0].mode == "FULL"
-    with pytest.raises(ValueError, match="graph_memory_limit"):
-        gpu_engine(pair, graph_memory_limit=1)
+    with gpu_engine(pair, **options) as engine:
+        assert len(table) <= len(engine.graph_table())
 
 
 def test_no_rounds_by_themselves_under_a_memory_limit(pair):

@@ -4,7 +4,7 @@ Shape letters: T tokens, R requests, Q query length, H query heads, G key/value 
 B block size, N blocks of the pool, W width of a block table.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -46,6 +46,10 @@ class AttentionMetadata:
     older_keys_stand: bool = False
     # What a backend works out once for all layers of a pass, under its own name.
     prepared: dict[str, Any] = field(default_factory=dict, compare=False)
+
+    def with_seq_lens(self, seq_lens: Tensor) -> "AttentionMetadata":
+        """The same batch with other ends, for which nothing is prepared."""
+        return replace(self, seq_lens=seq_lens, prepared={})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
