@@ -163,8 +163,9 @@ class FakeWrapper:
     def reset_workspace_buffer(self, workspace: Tensor, plan: Tensor) -> None:
         assert self.is_graph
 
-    def plan(self, *lists: Tensor, **shape: Any) -> None:
+    def plan(self, *lists: Tensor, disable_split_kv: bool = False, **shape: Any) -> None:
         self.shape = shape
+        self.may_split = not disable_split_kv
         planned = [lists[1].diff() * shape["page_size"], lists[0]]
         self.longest, self.query_starts = (each.clone() for each in planned)
         if not self.is_graph:
@@ -193,6 +194,10 @@ def _run(q: Tensor, keys: Tensor, values: Tensor, wrapper_id: int) -> Tensor:
         length = 0 if first == end else (end - first - 1) * page_size + int(last_sizes[request])
         assert length <= wrapper.longest[request]
         rows = slice(*query_starts[request : request + 2].tolist())
+        # It lays partial results out by the chunks there are, and merges those that were planned.
+        several = rows.stop - rows.start > 1
+        is_shorter = wrapper.is_graph and length < wrapper.longest[request]
+        assert not (several and wrapper.may_split and is_shorter)
         window = (wrapper.shape["window_left"], 0)
         parts = (paged(keys, ids[first:end], length), paged(values, ids[first:end], length))
         options = (wrapper.shape["sm_scale"], window, cap)

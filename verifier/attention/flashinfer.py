@@ -5,7 +5,9 @@ then walk what was planned. A step of ours keeps its lengths on the device, and 
 them one step late. So the plan of a uniform batch is made once per shape, before its capture, for
 the longest text that a block table holds. The kernels cut each request's chunks at the length that
 they read on the device, and a chunk past it is empty; the page lists they read are rewritten inside
-the graph. A text much shorter than the longest one keeps few multiprocessors busy.
+the graph. A text much shorter than the longest one keeps few multiprocessors busy. Partial results
+of several rows lie as far apart as the text has chunks, and are merged as if it had the planned
+number: so batches of several rows are planned without chunks.
 
 Batches of other kinds are planned for their own lengths, which waits for the device: they run
 outside of graphs.
@@ -182,6 +184,7 @@ class FlashInferBackend:
             host * width,
             torch.zeros_like(pages.ids),
             torch.full((num_reqs,), page_size, dtype=torch.int32),
+            disable_split_kv=query_len > 1,
             **shape,
         )
         return wrapper
