@@ -135,17 +135,17 @@ class PagedBatch:
         scale = self.shape.head_size**-0.5
         return self.query, *self.caches[copy], *self.tables, self.query_len, scale, uniform
 
-    def us(self, **options: object) -> float:
+    def us(self, call: Callable[..., Tensor] | None = None, **options: object) -> float:
         """Microseconds of one layer, with scratch that is kept as an engine keeps it."""
-
-        def call(copy: int) -> Tensor:
-            return attention_triton.paged_attention(
-                *self.arguments(copy), scratch=self.scratch, **options
-            )
-
+        run = call or attention_triton.paged_attention
         repeats = max(1, 32 // len(self.caches))
         copies = [*range(len(self.caches))] * repeats
-        return graph_us([lambda copy=copy: call(copy) for copy in copies])
+        return graph_us(
+            [
+                lambda copy=copy: run(*self.arguments(copy), scratch=self.scratch, **options)
+                for copy in copies
+            ]
+        )
 
     def floor_us(self, bandwidth: float) -> float:
         num_bytes = 4 * self.num_keys * self.shape.kv_heads * self.shape.head_size

@@ -25,6 +25,8 @@ SMALL_HEADS = (32, 64)
 MAX_SCRATCH_BYTES = 256 << 20
 # Tiles from which on programs walk long runs of keys.
 DEEP_TILES = 16
+# Query rows up to which ``shared_config`` takes one tile for few requests.
+SHARED_ROWS = 32
 
 
 class Scratch:
@@ -69,6 +71,8 @@ class TileConfig:
     num_warps: int
     stages: int
     programs_per_sm: int = 1
+    # Leaves for each multiprocessor up to which a program takes single ones, not whole nodes.
+    leaves_per_sm: int = 1
     # For uniform batches: slices of the values' features, each a program's own (the head size is
     # then a power of two), and whether blocks and parts are asked for before they are needed.
     slices: int = 1
@@ -103,6 +107,24 @@ def default_config(
     deep = num_tiles >= DEEP_TILES and 3 * 4 * leaf * block_d + small <= _shared_bytes(like.device)
     programs_per_sm = 2 if deep and block_d <= 64 else 1
     return TileConfig(num_warps=num_warps, stages=5 if deep else 2, programs_per_sm=programs_per_sm)
+
+
+def shared_config(num_rows: int, num_tiles: int) -> TileConfig | None:
+    """The configuration of heads of 128 features in 16 bits whose keys many programs share out.
+
+    ``num_rows``: query rows of a request and head; ``num_tiles``: requests by heads. None: the
+    default is as good. Measured on one H200 by ``bench/attention_candidates.py``.
+    """
+    if num_tiles < DEEP_TILES:
+        # A leaf or two for each program: slices shorten the last fold, smaller tiles both.
+        if num_rows <= 16:
+            return None
+        slices = 2 if num_rows <= SHARED_ROWS else 1
+        return TileConfig(num_warps=4, stages=2, programs_per_sm=2, leaves_per_sm=2, slices=slices)
+    # Nodes: while one program computes, the other one's keys come.
+    if num_rows <= SHARED_ROWS:
+        return TileConfig(num_warps=4, stages=2, programs_per_sm=2, leaves_per_sm=2, ahead=True)
+    return TileConfig(num_warps=8, stages=2, programs_per_sm=2)
 
 
 def small_config(query_len: int) -> TileConfig:
@@ -212,6 +234,17 @@ def paged_attention(
         return out
 
     num_rows = max_query_len * group
+    num_tiles = num_reqs * num_kv_heads
+    # From three tiles for each multiprocessor on a program walks all keys of a tile.
+    if (
+        config is None
+        and head_size == 128
+        and query.itemsize == 2
+        and num_tiles * triton.cdiv(num_rows, max_rows) < num_programs(query.device, 3)
+    ):
+        config = shared_config(num_rows, num_tiles)
+        if config is not None and num_tiles < DEEP_TILES:
+            max_rows = SHARED_ROWS
     tiles = triton.cdiv(num_rows, max_rows)
     tile_rows = triton.cdiv(num_rows, tiles)
     block_m = max(16, triton.next_power_of_2(tile_rows))
@@ -223,7 +256,7 @@ def paged_attention(
     if config.keys_first and head_size % 16:
         raise ValueError(f"keys_first: head size {head_size} is no multiple of 16")
     programs = num_programs(query.device, config.programs_per_sm)
-    multiprocessors = num_programs(query.device, 1)
+    max_leaf_items = num_programs(query.device, config.leaves_per_sm)
     assert config.slices == 1 or head_size == block_d, (config, head_size)
     value_size, block_v = head_size // config.slices, block_d // config.slices
     tiles_of_batch *= config.slices
@@ -244,12 +277,12 @@ def paged_attention(
         context_lens,
         seq_lens,
         out,
-        scratch.parts(max(programs, max_items) * part_size, query),
+        scratch.parts(max(programs, max_leaf_items, max_items) * part_size, query),
         scratch.counters(tiles_of_batch, query),
         num_reqs,
         query.stride(0),
         block_table.stride(0),
-        multiprocessors,
+        max_leaf_items,
         max_items,
         scale_log2,
         cap_scale,

@@ -64,7 +64,7 @@ def one_request(prompt: Batch, first: int, query_len: int, uniform: bool) -> Bat
     )
 
 
-@pytest.mark.parametrize("query_len", [1, 5])
+@pytest.mark.parametrize("query_len", [1, 5, 9])
 @pytest.mark.parametrize(("heads", "head_size"), [((32, 8), 128), ((9, 3), 64)], ids=str)
 def test_bits_depend_neither_on_slices_nor_on_asking_ahead(heads, head_size, query_len) -> None:
     """Values cut by their features, parts read before they are folded: the default's bits, with
@@ -76,8 +76,18 @@ def test_bits_depend_neither_on_slices_nor_on_asking_ahead(heads, head_size, que
     batches = [gpu_batch([length], [query_len], **sizes) for length in lengths]
     batches += [gpu_batch(lengths, [query_len] * len(lengths), **sizes)]
     batches += [gpu_batch([leaf * 5 + 9], [query_len], sliding_window=leaf * 3, **sizes)]
-    for slices, ahead, warps in ((1, True, 4), (2, False, 4), (2, True, 8), (4, True, 4)):
-        config = attention_triton.TileConfig(num_warps=warps, stages=2, slices=slices, ahead=ahead)
+    for slices, ahead, warps, per_sm in (
+        *((1, True, 4, 1), (2, False, 4, 1), (2, True, 8, 1), (4, True, 4, 1)),
+        *((1, True, 4, 2), (2, False, 4, 2), (1, False, 8, 2)),
+    ):
+        config = attention_triton.TileConfig(
+            num_warps=warps,
+            stages=2,
+            slices=slices,
+            ahead=ahead,
+            programs_per_sm=per_sm,
+            leaves_per_sm=per_sm,
+        )
         scratch = attention_triton.Scratch()
         for batch in batches:
             wanted = attention_triton.paged_attention(**batch.arguments())
@@ -85,7 +95,7 @@ def test_bits_depend_neither_on_slices_nor_on_asking_ahead(heads, head_size, que
                 got = attention_triton.paged_attention(
                     **batch.arguments(), scratch=scratch, config=config
                 )
-                assert torch.equal(got, wanted), (slices, ahead, warps, batch.context_lens)
+                assert torch.equal(got, wanted), (config, batch.context_lens)
 
 
 @pytest.mark.parametrize(
