@@ -5,6 +5,7 @@ Shape letters: K input features, N output features, r rank.
 
 import math
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,10 +147,15 @@ def _check_settings(settings: Mapping[str, Any], source: str) -> None:
             "convert it to a plain LoRA adapter"
         )
     for name, value in settings.items():
-        if name in _READ or name in _IGNORED or not value:
+        if name in _READ or name in _IGNORED or _asks_nothing(value):
             continue
         kind = " (DoRA)" if name == "use_dora" else ""
         raise AdapterError(f"adapter {source!r}: {name}={value!r}{kind} is not supported")
+
+
+def _asks_nothing(value: object) -> bool:
+    """Whether a setting is as good as absent. A 0 is not: it may be the number of a layer."""
+    return value is None or value is False or value in ("", [], {})
 
 
 def _check_types(settings: Mapping[str, Any], source: str) -> None:
@@ -243,8 +249,9 @@ def _of_site(
             value, field = special, f"{patterns}[{pattern!r}]"
             break
     right = int if default == "r" else (int, float)
-    low = 1 if default == "r" else -math.inf
-    if isinstance(value, bool) or not isinstance(value, right) or not low <= value < math.inf:
+    most = sys.float_info.max
+    low = 1 if default == "r" else -most
+    if isinstance(value, bool) or not isinstance(value, right) or not low <= value <= most:
         raise AdapterError(f"adapter {source!r}: {field}={value!r} is not usable for {name}")
     return value
 

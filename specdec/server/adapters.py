@@ -6,6 +6,7 @@ from pathlib import Path
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from specdec.config import check_adapter_name
 from specdec.server.body import Fields, read_object
 from specdec.server.errors import ApiError, as_api_error, bad_request, model_not_found
 from specdec.server.front import ServingEngine
@@ -33,6 +34,7 @@ class AdapterService:
         if name == self._settings.model_name:
             raise bad_request(f"lora_name: {name!r} is the base model", "lora_name")
         try:
+            check_adapter_name("lora_name", name)
             path = path_inside(root, given)
             await self._front.add_lora(name, path)
         except Exception as error:
@@ -73,14 +75,22 @@ class AdapterService:
 def path_inside(root: Path, given: str) -> Path:
     """The adapter's folder. Raises ValueError where it, or a file of it, lies outside ``root``."""
     # What lies outside is never looked at, so that nobody learns what there is.
-    root, path = root.resolve(), Path(given)
+    root, path = _resolved(root), Path(given)
     if ".." in path.parts or "\0" in given:
         raise ValueError(f"lora_path: {given!r} is not a plain path inside --lora-root")
-    folder = (root / path).resolve()
+    folder = _resolved(root / path)
     if not folder.is_relative_to(root):
         raise ValueError(f"lora_path: {given!r} does not lie inside --lora-root")
     if folder.is_dir():
         for file in folder.iterdir():
-            if not file.resolve().is_relative_to(root):
+            if not _resolved(file).is_relative_to(root):
                 raise ValueError(f"lora_path: {file.name!r} in {given!r} leads outside --lora-root")
     return folder
+
+
+def _resolved(path: Path) -> Path:
+    try:
+        return path.resolve()
+    except RuntimeError as error:
+        # What Python before 3.13 says of links that lead to each other.
+        raise ValueError(f"lora_path: {path.name!r} is a link that leads nowhere") from error

@@ -34,9 +34,11 @@ async def read_body(request: Request, *, max_bytes: int, timeout: float) -> byte
 def parse_object(raw: bytes) -> dict[str, Any]:
     """Raises ApiError (400) for anything but one JSON object of valid Unicode."""
     try:
-        value = json.loads(raw)
-        if b"\\u" in raw:
-            # Half of a surrogate pair is valid JSON and no text.
+        # json.loads takes bytes that no decoder should: halves of surrogate pairs.
+        text = raw.decode(json.detect_encoding(raw))
+        value = json.loads(text)
+        if "\\u" in text:
+            # Written as an escape, such a half is valid JSON and still no text.
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise bad_request(f"the body is not valid JSON: {error}") from error

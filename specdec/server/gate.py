@@ -1,7 +1,6 @@
 """What every request passes first: the API key, and the count of what was answered."""
 
 import base64
-import binascii
 import logging
 import secrets
 
@@ -77,6 +76,6 @@ def given_key(header: str) -> bytes:
     if scheme.lower() == "basic":
         try:
             return base64.b64decode(value, validate=True).partition(b":")[2]
-        except binascii.Error:
+        except ValueError:
             return b""
     return b""

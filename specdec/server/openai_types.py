@@ -10,6 +10,8 @@ from specdec.server.body import Fields
 from specdec.server.errors import as_api_error, bad_request
 
 MAX_N = 128
+# Every text is searched for each of them after each step, in everybody's time.
+MAX_STOPS = 256
 DEFAULT_COMPLETION_TOKENS = 16
 # Where it is not limited a chat's answer may fill the context; the engine clips it.
 NO_LIMIT = 2**31 - 1
@@ -129,7 +131,10 @@ def _sampling(params: dict[str, Any], names: Mapping[str, str]) -> SamplingParam
 
 
 def _check_sizes(params: Mapping[str, Any], names: Mapping[str, str]) -> None:
-    """Refuse numbers that no tensor holds: JSON has no largest."""
+    """Refuse numbers that no tensor holds (JSON has no largest), and too many stop strings."""
+    stop = params.get("stop")
+    if isinstance(stop, list) and len(stop) > MAX_STOPS:
+        raise bad_request(f"stop may hold at most {MAX_STOPS} strings, got {len(stop)}", "stop")
     for name, value in params.items():
         most = 2**64 - 1 if name == "seed" else NO_LIMIT
         if name == "n":

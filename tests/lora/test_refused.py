@@ -50,6 +50,7 @@ def refuse(engine, path, match, error=ValueError):
         ({"bias": "all"}, "bias"),
         ({"lora_bias": True}, "lora_bias"),
         ({"layers_to_transform": [0]}, "layers_to_transform"),
+        ({"layers_to_transform": 0}, "layers_to_transform"),
         ({"layer_replication": [[0, 1]]}, "layer_replication"),
         ({"fan_in_fan_out": True}, "fan_in_fan_out"),
         ({"target_parameters": ["mlp.experts.gate"]}, "target_parameters"),
@@ -68,6 +69,7 @@ def refuse(engine, path, match, error=ValueError):
         ({"r": 0}, r"\br=0"),
         ({"r": "8"}, r"\br='8'"),
         ({"lora_alpha": None}, "lora_alpha"),
+        pytest.param({"lora_alpha": 10**400}, "lora_alpha", id="lora_alpha-huge"),
         ({"rank_pattern": {"q_proj": 4}}, "q_proj"),
         ({"alpha_pattern": {"q_proj": "much"}}, "alpha_pattern"),
         ({"target_modules": "(.*"}, "adapter_config.json: target_modules: .*expression"),
@@ -158,8 +160,9 @@ def test_files(engine, good, tmp_path):
     (truncated / "adapter_model.bin").write_bytes(b"not to be read")
     refuse(engine, truncated, r"pickled.*adapter_model\.bin")
 
-    (truncated / "adapter_config.json").write_text("{")
-    refuse(engine, truncated, r"adapter_config\.json")
+    for text in ("{", "[" * 100_000, '{"r": ' + "9" * 5000 + "}"):
+        (truncated / "adapter_config.json").write_text(text)
+        refuse(engine, truncated, r"adapter_config\.json")
 
 
 def test_embedding_and_head_need_room_and_an_untied_model(engine, models, tmp_path):

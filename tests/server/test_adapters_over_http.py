@@ -88,6 +88,10 @@ def traps(tiny, tmp_path_factory):
         outside / "adapter_model.safetensors"
     )
     (tiny.adapters / "inner").symlink_to(tiny.adapters / "a")
+    (tiny.adapters / "round").symlink_to(tiny.adapters / "round")
+    (tiny.adapters / "round_file").mkdir()
+    config = tiny.adapters / "round_file" / "adapter_config.json"
+    config.symlink_to(config)
     return outside
 
 
@@ -96,7 +100,7 @@ def test_paths_that_lead_outside_are_refused(server, tiny, traps) -> None:
     for path in (
         *("..", "../adapters/a", "a/../a", "/etc", "/", str(traps), "linked", "linked_file"),
         *("linked/adapter_config.json", "a\0", "\0", f"{tiny.adapters}/../adapters/a", "~"),
-        "x" * 5000,
+        *("x" * 5000, "round", "round_file", "", "."),
     ):
         answer = server.post(LOAD, lora_name="trap", lora_path=path)
         assert answer.status_code == 400, (path, answer.text)

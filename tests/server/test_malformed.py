@@ -52,6 +52,7 @@ COMPLETION_FAULTS = [
     ({"prompt": "a", "stop": 5}, "stop"),
     ({"prompt": "a", "stop": {"a": 1}}, "stop"),
     ({"prompt": "a", "stop": ["x", 1]}, "stop"),
+    ({"prompt": "a", "stop": ["x"] * 257}, "256"),
     ({"prompt": "a", "stop_token_ids": [300]}, "stop_token_ids"),
     ({"prompt": "a", "stop_token_ids": [HUGE]}, "stop_token_ids"),
     ({"prompt": "a", "logit_bias": [1]}, "logit_bias"),
@@ -140,6 +141,10 @@ def test_wrong_fields_are_400_and_named(server, path, faults, stream) -> None:
         *(b"", b"{", b"null", b"5", b'"text"', b"[]", b"{'prompt': 'x'}", b"\xff\xfe", b"\x00"),
         b'{"prompt": "' + b"\\ud83d" + b'"}',
         b'{"prompt": "\xff"}',
+        # Halves of surrogate pairs, which Python's decoder for JSON lets through.
+        b'{"prompt": "a", "user": "\xed\xa0\x80"}',
+        b'{"lora_name": "\xed\xa0\x80", "lora_path": "a"}',
+        '{"lora_name": "\ud800", "lora_path": "a"}'.encode("utf-16", "surrogatepass"),
         b"[" * 100_000,
         b'{"a":' * 100_000,
         b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}",
@@ -233,6 +238,7 @@ def test_the_key_opens_every_route(start) -> None:
     with httpx.Client(base_url=server.url) as stranger:
         assert stranger.get("/health").status_code == 200
         wrong = [b"", b"Bearer", b"Bearer s3cret", b"Basic !!", b"Basic czNjcmV0", b"Bearer \xff"]
+        wrong.append(b"Basic \xe9")
         for method, path in routes:
             for header in wrong:
                 answer = stranger.request(method, path, headers={"Authorization": header})
