@@ -10,6 +10,8 @@ from typing import Protocol
 import uvicorn
 from starlette.types import ASGIApp
 
+from specdec.server.connection import Connection
+
 # What aborted requests have to tell their clients so before connections are cut.
 _FAREWELL_SECONDS = 5
 
@@ -56,6 +58,7 @@ class Server(uvicorn.Server):
     ) -> None:
         config = uvicorn.Config(
             app,
+            http=Connection,
             log_level="warning",
             access_log=False,
             lifespan="off",

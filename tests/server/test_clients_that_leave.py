@@ -105,9 +105,9 @@ def test_a_slow_reader_holds_up_nobody(server, expected) -> None:
     server.wait_until_idle()
 
 
-def test_150_streams_at_once(server, expected) -> None:
-    """Each gets its own text, on its own adapter, though 50 of them are killed on the way."""
-    prompts = [f"stream {number % 5}" for number in range(150)]
+def test_200_streams_at_once(server, expected) -> None:
+    """Each gets its own text, on its own adapter, though 66 of them are killed on the way."""
+    prompts = [f"stream {number % 5}" for number in range(200)]
     models = ["tiny", "a", "b"]
 
     async def one(client: httpx.AsyncClient, number: int) -> str | None:
@@ -124,9 +124,9 @@ def test_150_streams_at_once(server, expected) -> None:
         return text
 
     async def all_of_them() -> list[str | None]:
-        limits = httpx.Limits(max_connections=200)
+        limits = httpx.Limits(max_connections=250)
         async with httpx.AsyncClient(base_url=server.url, limits=limits, timeout=60) as client:
-            return await asyncio.gather(*(one(client, number) for number in range(150)))
+            return await asyncio.gather(*(one(client, number) for number in range(200)))
 
     for number, text in enumerate(asyncio.run(all_of_them())):
         if number % 3 != 2:

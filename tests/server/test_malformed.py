@@ -1,12 +1,15 @@
 """What no client should send, and what nobody else may notice of it."""
 
+import contextlib
 import json
+import socket
 import threading
 import time
 
 import httpx
 import pytest
 
+from specdec.server import connection as connection_module
 from specdec.server.errors import MAX_MESSAGE
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -169,6 +172,48 @@ def test_unsatisfiable_formats_do_not_end_the_engine(server) -> None:
         assert server.http.get("/health").status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("start_of_head", "rest"),
+    [
+        (b"GET /", b"a" * 65_536),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\nX-A: ", b"a" * 65_536),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\n", b"X-A: a\r\n" * 8192),
+    ],
+    ids=["line", "header", "headers"],
+)
+def test_a_head_without_an_end_is_refused(server, start_of_head, rest) -> None:
+    """Fault: all of it was kept, in time that grows with its square."""
+    with socket.create_connection(server.address) as connection:
+        connection.settimeout(20)
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(start_of_head)
+            for _ in range(200):
+                connection.sendall(rest)
+            pytest.fail("13 MB of headers were taken")
+    fits = server.http.get("/health", headers={"X-A": "a" * 30_000})
+    assert fits.status_code == 200
+
+
+def test_a_head_that_does_not_come_ends_the_connection(server, monkeypatch) -> None:
+    """Whoever sends a byte now and then would hold a connection for ever."""
+    monkeypatch.setattr(connection_module, "HEAD_SECONDS", 0.3)
+    whole = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    for first in (b"", b"GET /hea", whole):
+        with socket.create_connection(server.address) as connection:
+            connection.settimeout(20)
+            connection.sendall(first)
+            if first == whole:
+                assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+            with contextlib.suppress(ConnectionError):
+                for _ in range(40):
+                    connection.sendall(b"G")
+                    time.sleep(0.05)
+                pytest.fail("the connection is still open")
+    # An answer may take longer than a head.
+    monkeypatch.setattr(server.engine, "step", slowed(server.engine.step, 0.03))
+    assert server.text("slow", 40)
+
+
 @pytest.mark.parametrize("is_chunked", [False, True])
 def test_a_huge_body_is_413(start, is_chunked) -> None:
     server = start(max_body=10_000)
@@ -222,13 +267,15 @@ def test_a_timeout_ends_the_request(start, stream) -> None:
 
 def slow(server, seconds: float) -> None:
     """Make every step take at least this long."""
-    step = server.engine.step
+    server.engine.step = slowed(server.engine.step, seconds)
 
+
+def slowed(step, seconds: float):
     def slower() -> None:
         time.sleep(seconds)
         step()
 
-    server.engine.step = slower
+    return slower
 
 
 def test_the_key_opens_every_route(start) -> None:
