@@ -111,6 +111,15 @@ class ServingEngine(AsyncEngine):
     def has_failed(self) -> bool:
         return self._failure is not None
 
+    def count_texts(self, prompts: Sequence[Prompt], params: SamplingParams) -> int:
+        """The texts of one request. Raises ValueError where the server never holds as many."""
+        num_texts = len(prompts) * params.n
+        if num_texts > self.max_waiting:
+            raise ValueError(
+                f"n: {num_texts} texts in one request; this server holds {self.max_waiting}"
+            )
+        return num_texts
+
     async def start(
         self,
         prompts: Sequence[Prompt],
@@ -124,11 +133,7 @@ class ServingEngine(AsyncEngine):
         Raises what ``Engine.add_request`` raises, ModelNotFoundError for an adapter that is not
         loaded, EngineOverloadedError and EngineDeadError.
         """
-        num_texts = len(prompts) * params.n
-        if num_texts > self.max_waiting:
-            raise ValueError(
-                f"n: {num_texts} texts in one request; this server holds {self.max_waiting}"
-            )
+        num_texts = self.count_texts(prompts, params)
         if self._num_texts + num_texts > self.max_waiting:
             raise EngineOverloadedError(
                 f"{self._num_texts} texts run or wait and {num_texts} more were asked for; this "

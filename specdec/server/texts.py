@@ -87,6 +87,8 @@ class TextService:
             prompts = [await asyncio.to_thread(self._chat_ids, wanted.messages)]
         else:
             assert wanted.prompts is not None
+            # Before any is encoded: a body has room for a million.
+            self._front.count_texts(wanted.prompts, wanted.params)
             prompts = [await self._ids(prompt) for prompt in wanted.prompts]
         params = wanted.params
         if not wanted.has_limit:

@@ -226,6 +226,20 @@ def test_a_huge_body_is_413(start, is_chunked) -> None:
     assert server.http.post(COMPLETIONS, content=fits + b" ").status_code == 413
 
 
+def test_too_many_prompts_are_refused_before_any_is_encoded(server, monkeypatch) -> None:
+    """Fault: a million of them took a minute of everybody's time to be refused."""
+    encoded, tokenizer = [], type(server.engine.tokenizer)
+    encode = tokenizer.encode
+
+    def noted(self, text, *arguments, **options):
+        encoded.append(text)
+        return encode(self, text, *arguments, **options)
+
+    monkeypatch.setattr(tokenizer, "encode", noted)
+    check_error(server.post(COMPLETIONS, prompt=["one of many"] * 1025), 400, "1024")
+    assert "one of many" not in encoded
+
+
 def test_a_full_queue_is_429(start) -> None:
     server = start(max_waiting=4)
     check_error(server.post(COMPLETIONS, prompt="a", n=5), 400, "n")
