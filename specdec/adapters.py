@@ -61,6 +61,10 @@ class AdapterTable:
         """Adapters that were removed or replaced and that some request still needs."""
         return [adapter.name for adapter in self._leaving]
 
+    def leaving(self, name: str) -> list[Adapter]:
+        """Versions under ``name`` that were removed or replaced and that some request needs."""
+        return [adapter for adapter in self._leaving if adapter.name == name]
+
     def get(self, name: str) -> Adapter:
         """Raises ValueError naming an adapter that is not loaded."""
         return find_adapter(self, name)

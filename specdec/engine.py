@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from specdec import draft_notes
 from specdec.adaptation import Adaptation
+from specdec.adapters import Adapter
 from specdec.config import EngineConfig, check_adapter_name, check_k
 from specdec.drafters.adaptive import CrossoverRow
 from specdec.ends import TextTail, close, commit, event
@@ -185,15 +186,17 @@ class Engine:
         read = path if isinstance(path, ReadAdapter) else self.read_lora(path, draft_path)
         self._lora.add(name, read)
 
-    def remove_lora(self, name: str, *, wait: bool = True) -> None:
+    def remove_lora(self, name: str, *, wait: bool = True) -> list[Adapter]:
         """Unload an adapter: new requests for it are refused at once, those it has end on it.
 
         With ``wait`` the engine steps until they have. Raises ValueError for an unknown name.
+        Returns the versions under that name that had requests, each with its ``num_requests``.
         """
         self._check_open()
-        adapter = self._lora.remove(name)
-        while wait and adapter.num_requests:
+        versions = self._lora.remove(name)
+        while wait and any(version.num_requests for version in versions):
             self.step()
+        return versions
 
     @property
     def loras(self) -> list[str]:

@@ -86,11 +86,15 @@ class LoraManager:
                 self._runner.capture_all()
         table.add(name, adapter.weights, adapter.draft_weights)
 
-    def remove(self, name: str) -> Adapter:
-        """Refuse new requests for an adapter. Raises ValueError naming an unknown one."""
+    def remove(self, name: str) -> list[Adapter]:
+        """Refuse new requests for an adapter. Raises ValueError naming an unknown one.
+
+        Returns its versions that requests still need.
+        """
         adapter = find_adapter(self._table, name)
         assert self._table is not None
-        return self._table.remove(adapter.name)
+        self._table.remove(adapter.name)
+        return self._table.leaving(name)
 
     @property
     def names(self) -> list[str]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from specdec.adapters import Adapter
 from specdec.config import check_adapter_name
 from specdec.server.body import Fields, read_object
 from specdec.server.errors import ApiError, as_api_error, bad_request, model_not_found
@@ -48,15 +49,16 @@ class AdapterService:
         fields.finish()
         engine = self._front.engine
 
-        def remove() -> None:
+        def remove() -> list[Adapter]:
             if name not in engine.loras:
                 raise model_not_found(name)
-            engine.remove_lora(name, wait=False)
+            return engine.remove_lora(name, wait=False)
 
         try:
-            await self._front.call(remove)
+            # Versions that come and go under the name later are others' to wait for.
+            versions: list[Adapter] = await self._front.call(remove)
             async with asyncio.timeout(self._settings.timeout):
-                while await self._front.call(lambda: name in engine.unloading_loras):
+                while await self._front.call(lambda: any(v.num_requests for v in versions)):
                     await asyncio.sleep(_POLL_SECONDS)
         except Exception as error:
             raise as_api_error(error, _FIELDS) or error from error

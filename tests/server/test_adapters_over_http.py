@@ -76,6 +76,41 @@ def test_unload_while_requests_run(server, expected, monkeypatch) -> None:
     server.wait_until_idle()
 
 
+def test_unload_waits_for_no_later_version(server, monkeypatch) -> None:
+    """Fault: it waited for the name, under which others could load and replace for ever."""
+    step = server.engine.step
+    monkeypatch.setattr(server.engine, "step", lambda: threading.Event().wait(0.03) or step())
+    statuses: list[int] = []
+
+    def run(path: str, **body) -> threading.Thread:
+        thread = threading.Thread(
+            target=lambda: statuses.append(server.post(path, **body).status_code)
+        )
+        thread.start()
+        return thread
+
+    def text(length: int, num_running: int) -> threading.Thread:
+        body = {"prompt": "x", "max_tokens": length, "ignore_eos": True, "model": "again"}
+        thread = run(COMPLETIONS, **body)
+        server.wait_until(lambda: server.front.num_requests == num_running)
+        return thread
+
+    server.post(LOAD, lora_name="again", lora_path="a")
+    first = text(20, 1)
+    unload = run(UNLOAD, lora_name="again")
+    server.wait_until(lambda: "again" in server.engine.unloading_loras)
+    server.post(LOAD, lora_name="again", lora_path="b")
+    later = text(90, 2)
+    server.post(LOAD, lora_name="again", lora_path="a")
+    unload.join(30)
+    assert server.ask(lambda: server.front.num_requests) == 1
+    for thread in (first, later):
+        thread.join(30)
+    assert statuses == [200] * 3
+    server.post(UNLOAD, lora_name="again")
+    server.wait_until_idle()
+
+
 @pytest.fixture(scope="module")
 def traps(tiny, tmp_path_factory):
     """Good adapters outside the folder, and links inside it that lead to them."""
