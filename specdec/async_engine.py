@@ -15,6 +15,7 @@ import torch
 
 from specdec.engine import Engine
 from specdec.errors import EngineDeadError, EngineOverloadedError
+from specdec.format_threads import FormatThreads
 from specdec.intake import Prompt
 from specdec.outputs import Generation, StreamEvent
 from specdec.params import SamplingParams
@@ -64,7 +65,7 @@ class AsyncEngine:
         self._failure: BaseException | None = None
         self._closing = False
         self._failed_steps = 0
-        self._compilers = ThreadPoolExecutor(2, thread_name_prefix="specdec-format")
+        self._compilers = FormatThreads()
         self._readers = ThreadPoolExecutor(2, thread_name_prefix="specdec-adapter")
         # The current device is one of a thread's own: the engine's thread takes its maker's.
         self._cuda_device = torch.cuda.current_device() if engine.device.type == "cuda" else None
@@ -127,8 +128,8 @@ class AsyncEngine:
             self._closing = True
             self._commands.put(None)
         self._thread.join()
-        for executor in (self._compilers, self._readers):
-            executor.shutdown(wait=False, cancel_futures=True)
+        self._compilers.close()
+        self._readers.shutdown(wait=False, cancel_futures=True)
 
     async def __aenter__(self) -> Self:
         return self
@@ -169,10 +170,9 @@ class AsyncEngine:
 
     async def _prepare(self, response_format: object) -> None:
         """Compile a format outside the engine's thread, where it would hold up every step."""
-        loop = asyncio.get_running_loop()
-        work = loop.run_in_executor(self._compilers, self.engine.prepare_format, response_format)
+        work = self._compilers.submit(COMPILE_SECONDS, self.engine.prepare_format, response_format)
         try:
-            await asyncio.wait_for(work, COMPILE_SECONDS)
+            await asyncio.wrap_future(work)
         except TimeoutError as error:
             raise ValueError(
                 f"response_format: it had not been compiled after {COMPILE_SECONDS:g} s"

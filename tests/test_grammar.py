@@ -13,6 +13,7 @@ pytest.importorskip("xgrammar")
 
 from specdec import async_engine
 from specdec.async_engine import AsyncEngine
+from specdec.errors import EngineOverloadedError
 from specdec.grammar import MAX_KEPT, GrammarCompiler
 
 LANGUAGE = {"type": "regex", "regex": "[ab]{3,9}c"}
@@ -212,6 +213,46 @@ def test_a_format_that_takes_too_long_to_compile_is_refused(spelled, monkeypatch
             with pytest.raises(ValueError, match=r"response_format: .*compiled"):
                 await front.generate("a", greedy(4, response_format=LANGUAGE))
             may_end.set()
+            assert front.num_requests == 0
+
+    asyncio.run(main())
+
+
+def test_formats_that_take_too_long_hold_up_no_others(spelled, monkeypatch):
+    """Fault: two of them took both threads for good, and every format after them was refused."""
+    may_end = threading.Event()
+    monkeypatch.setattr(async_engine, "COMPILE_SECONDS", 0.2)
+    compile_now = GrammarCompiler._compile
+
+    def compile_slowly(self, response_format):
+        if "b" in response_format.get("choice", ""):
+            may_end.wait(30)
+        return compile_now(self, response_format)
+
+    monkeypatch.setattr(GrammarCompiler, "_compile", compile_slowly)
+
+    def slow(number):
+        return greedy(4, response_format={"type": "choice", "choice": ["b", "a" * number]})
+
+    async def main():
+        engine = cpu_engine(spelled["target"], None, max_model_len=64)
+        async with AsyncEngine(engine) as front:
+            # Their callers leave at once, so that nobody waits for what they asked.
+            left = [asyncio.create_task(front.generate("a", slow(n))) for n in range(1, 5)]
+            await asyncio.sleep(0.05)
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
+            await front.generate("a", greedy(4, response_format=LANGUAGE))
+            for number in (5, 6):
+                with pytest.raises(ValueError, match="compiled"):
+                    await front.generate("a", slow(number))
+            with pytest.raises(EngineOverloadedError, match="4 formats"):
+                await front.generate("a", slow(7))
+            may_end.set()
+            while front._compilers._num_stuck:
+                await asyncio.sleep(0.01)
+            await front.generate("a", slow(7))
             assert front.num_requests == 0
 
     asyncio.run(main())
