@@ -196,6 +196,7 @@ async def drive(
         "total": summary(served, seconds),
         "by_model": {
             name: summary([each for each in served if each.model == name], seconds)
+            | {"steps_by_mode": row_steps(before, after, name)}
             for name in models
         },
         "graphs": graph_hits(before, after),
@@ -316,6 +317,21 @@ def quantiles(values: Iterable[float]) -> dict[str, float | None]:
     }
 
 
+def row_steps(before: dict[str, Any], after: dict[str, Any], model: str) -> dict[str, int]:
+    """Decode steps of one model's requests by graph mode, during the traffic."""
+    name = model if model in after["adapters"] else "base"
+    earlier = before["row_steps_by_adapter"].get(name, {})
+    return {
+        mode: steps - earlier.get(mode, 0)
+        for mode, steps in after["row_steps_by_adapter"].get(name, {}).items()
+    }
+
+
+def full_share(steps: dict[str, int]) -> str:
+    total = sum(steps.values())
+    return f"{steps.get('FULL', 0) / total:.0%}" if total else "-"
+
+
 def graph_hits(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     """Launches by mode, and replays of graphs with and without adapters, during the traffic."""
 
@@ -339,6 +355,7 @@ def show(report: dict[str, Any]) -> None:
     from specdec.tables import plain_table
 
     numbers = ["requests", "tokens", "tok/s", "TTFT", "p95", "ms/tok", "p95", "accepted"]
+    numbers.append("steps on FULL graphs")
     settings = report["settings"]
     table = plain_table(f"{settings['model']}, draft {settings['draft']}", ["model"], numbers)
     for name, row in {**report["by_model"], "all": report["total"]}.items():
@@ -350,6 +367,7 @@ def show(report: dict[str, Any]) -> None:
             f"{row['tokens_per_second']:.1f}",
             *("-" if value is None else f"{value:.1f}" for value in times),
             f"{row['acceptance_rate']:.0%}" if row["drafted"] else "-",
+            full_share(row.get("steps_by_mode", {})),
         )
     console = Console()
     console.print(table)

@@ -35,15 +35,18 @@ def from_sources(
 
 
 def count(
-    stats: EngineStats, drafter: Drafter | None, tally: Mapping[tuple[str, int, int, int], int]
+    stats: EngineStats,
+    drafter: Drafter | None,
+    tally: Mapping[tuple[str, str, int, int, int], int],
 ) -> None:
-    """Add rows' steps to the totals: times of (adapter, drafted, accepted, of the first drafter).
+    """Add rows' steps to the totals: times of (adapter, graph mode, drafted, accepted, of the first
+    drafter).
 
     The engine only counts them as they come, since it does so for every row of every step.
     """
-    for (adapter, drafted, accepted, of_first), times in tally.items():
+    for (adapter, mode, drafted, accepted, of_first), times in tally.items():
         sources = from_sources(drafter, drafted, accepted, of_first)
-        stats.record(adapter, drafted, accepted, sources, times)
+        stats.record(adapter, mode, drafted, accepted, sources, times)
 
 
 def after_end(runner: Runner, request: Request) -> None:

@@ -102,7 +102,7 @@ class Engine:
             steps_by_mode={"FULL": 0, "PIECEWISE": 0, "NONE": 0},
         )
         # Decode steps of rows that are not in the totals yet, see ``draft_notes.count``.
-        self._tally: Counter[tuple[str, int, int, int]] = Counter()
+        self._tally: Counter[tuple[str, str, int, int, int]] = Counter()
         self._closed = False
 
     # -- what a user calls ------------------------------------------------------------------------
@@ -340,18 +340,18 @@ class Engine:
             for result in results:
                 # What the device ran after a request's end is counted nowhere.
                 if request.finish_reason is None:
-                    self._commit_row(request, result, launched.is_decode)
+                    self._commit_row(request, result, launched)
 
-    def _commit_row(self, request: Request, result: RowResult, is_decode: bool) -> None:
+    def _commit_row(self, request: Request, result: RowResult, launched: Launched) -> None:
         tail = self._tails[request]
         committed = commit(request, tail, result)
-        if is_decode:
+        if launched.is_decode:
             accepted = min(result.num_accepted, committed)
             request.stats.record(result.num_drafted, accepted, committed)
             if self._adaptation is not None:
                 self._adaptation.after_row(request, result.num_drafted, result.num_accepted)
             drafted, first = result.num_drafted, result.num_from_first
-            self._tally[request.adapter_name, drafted, accepted, first] += 1
+            self._tally[request.adapter_name, launched.mode, drafted, accepted, first] += 1
         request.events.append(event(request, tail, committed))
         if request.finish_reason != "error":
             self._scheduler.publish(request)

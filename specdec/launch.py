@@ -25,6 +25,7 @@ class Launched:
     results: PendingResult
     is_decode: bool
     most_tokens: int  # that each of its requests may get from it
+    mode: str  # of its graph
 
     @property
     def rounds(self) -> int:
@@ -74,9 +75,9 @@ def launch(runner: Runner, plan: StepPlan) -> tuple[list[Launched], list[StepRec
     if verified is not None:
         most_tokens = verified.rounds * (1 + plan.k)
         _note_drafting(plan, verified.rounds)
-        launched.append(Launched(plan.decodes, verified, True, most_tokens))
+        launched.append(Launched(plan.decodes, verified, True, most_tokens, records[0].mode))
     if first is not None:
-        launched.append(Launched(sampling, first, False, 1))
+        launched.append(Launched(sampling, first, False, 1, records[-1].mode))
     return launched, records
 
 

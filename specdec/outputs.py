@@ -158,6 +158,8 @@ class EngineStats:
     drafted_by_position: list[int] = field(default_factory=list)
     accepted_by_position: list[int] = field(default_factory=list)
     by_adapter: dict[str, DraftCounts] = field(default_factory=dict)
+    # Decode steps of each adapter's rows by graph mode.
+    row_steps_by_adapter: dict[str, dict[str, int]] = field(default_factory=dict)
     by_source: dict[str, DraftCounts] = field(default_factory=dict)  # by name of the drafter
     prefill_chunks: int = 0
     preemptions: int = 0
@@ -175,6 +177,7 @@ class EngineStats:
     def record(
         self,
         adapter: str,
+        mode: str,
         drafted: int,
         accepted: int,
         from_sources: Mapping[str, tuple[int, int]],
@@ -184,6 +187,8 @@ class EngineStats:
         self.drafted += drafted * times
         self.accepted += accepted * times
         self.by_adapter.setdefault(adapter, DraftCounts()).add(drafted * times, accepted * times)
+        by_mode = self.row_steps_by_adapter.setdefault(adapter, {})
+        by_mode[mode] = by_mode.get(mode, 0) + times
         for source, (of_drafted, of_accepted) in from_sources.items():
             counts = self.by_source.setdefault(source, DraftCounts())
             counts.add(of_drafted * times, of_accepted * times)

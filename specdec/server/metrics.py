@@ -100,6 +100,15 @@ class _EngineCollector:
         yield _plain_counter("prefill_chunks", "Pieces of prompts that were computed", stats)
         yield _plain_counter("preemptions", "Requests that gave up their room", stats)
         yield _plain_counter("adapter_loads", "Copies of an adapter into a slot", stats)
+        row_steps = CounterMetricFamily(
+            "specdec_row_steps",
+            "Decode steps of requests, by adapter and graph mode",
+            labels=["model", "mode"],
+        )
+        for adapter, by_mode in stats.row_steps_by_adapter.items():
+            for mode, steps in by_mode.items():
+                row_steps.add_metric([adapter, mode], steps)
+        yield row_steps
         for name in ("drafted", "accepted"):
             by_position = dict(enumerate(getattr(stats, f"{name}_by_position"), start=1))
             by_adapter = {m: getattr(counts, name) for m, counts in stats.by_adapter.items()}

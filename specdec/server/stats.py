@@ -140,6 +140,7 @@ def as_json(snapshot: Snapshot) -> dict[str, Any]:
             {"drafted": d, "accepted": a} for d, a in zip(drafted, accepted, strict=True)
         ],
         "by_adapter": {name: asdict(counts) for name, counts in stats.by_adapter.items()},
+        "row_steps_by_adapter": stats.row_steps_by_adapter,
         "adapters": snapshot.adapters,
         "unloading": snapshot.unloading,
         "adapter_loads": stats.adapter_loads,

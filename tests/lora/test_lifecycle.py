@@ -161,6 +161,9 @@ def test_acceptance_is_counted_per_adapter(engine, lora):
         own = [out.stats for out, used in zip(outs, names, strict=True) if used == name]
         assert counts[key].drafted == sum(stats.drafted for stats in own) > 0
         assert counts[key].accepted == sum(stats.accepted for stats in own)
+        by_mode = engine.stats().row_steps_by_adapter[key]
+        assert sum(by_mode.values()) == sum(stats.steps for stats in own)
+        assert by_mode["FULL"] > 0
     assert engine.stats().drafted == sum(each.drafted for each in counts.values())
 
 

@@ -79,6 +79,9 @@ def test_engine_numbers_are_the_engine_s(server) -> None:
     metric = server.metric
     for mode, steps in stats.steps_by_mode.items():
         assert metric("specdec_steps_total", mode=mode) == steps
+    for name, by_mode in stats.row_steps_by_adapter.items():
+        for mode, steps in by_mode.items():
+            assert metric("specdec_row_steps_total", model=name, mode=mode) == steps > 0
     for position, (drafted, accepted) in enumerate(
         zip(stats.drafted_by_position, stats.accepted_by_position, strict=True), start=1
     ):
