@@ -14,8 +14,8 @@ from torch import Tensor
 GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15, the SplitMix64 increment
 MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
-# The stream of simulated acceptance; sampling has 0 to 3 (``specdec.verifier.sampling``).
-SIMULATED = 4
+# Streams of noise, which are independent of each other. A draft and the target share COUPLED.
+COUPLED, ACCEPT, RECOVER, DRAFT, SIMULATED = range(5)
 # Below this probability -log(1 - v) is taken from its series, where float32 would lose 1 - v.
 SERIES_BELOW = 1 / 64
 

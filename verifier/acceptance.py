@@ -8,14 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specdec.kernels.sampler import SamplingRows, kept_weights, probabilities, scaled_logits
 from specdec.verifier.processors import RuleRows, apply_masks, apply_rules
-from specdec.verifier.sampling import (
-    SamplingRows,
-    accept_uniform,
-    coupled_tokens,
-    log_probs,
-    recover_noise,
-)
+from specdec.verifier.sampling import accept_uniform, coupled_tokens, recover_noise
 
 PLACEHOLDER_TOKEN_ID = -1
 
@@ -96,35 +91,48 @@ def accept(
         allowed: [R, Q, ceil(V / 32)] int32 bit masks of the tokens that may stand at each row.
         simulated: [R, Q - 1] bool: which drafts pass, instead of every comparison above.
     """
-    finite = logits.amax(-1).isfinite()  # [R, Q]: NaN and +inf reach the maximum
+    finite = None
+    given = logits
     if rules is not None:
         logits = apply_rules(logits, draft_ids, rules)
     if allowed is not None:
         logits = apply_masks(logits, allowed)
+    if logits is not given or rows is None or not logits.is_cuda:
+        finite = given.amax(-1).isfinite()  # [R, Q]: NaN and +inf reach the maximum
+    if rows is not None and logits.is_cuda:
+        from specdec.kernels import accept_sampled_triton
+
+        tokens, num_accepted, failed = accept_sampled_triton.accept(
+            logits, finite, draft_ids, num_drafted, draft_probs, rows, simulated
+        )
+        return Acceptance(tokens=tokens, num_accepted=num_accepted, failed=failed)
+    assert finite is not None
     # Rules that ban every token leave none to choose.
     finite = finite & logits.amax(-1).isfinite()
     targets = logits.argmax(-1)  # [R, Q]
     if rows is None:
         return accept_greedy(targets, finite, draft_ids, num_drafted, simulated)
-    logp = log_probs(logits, rows)
-    finite = finite & (logp.amax(-1).isfinite() | rows.greedy[:, None])
-    targets = torch.where(rows.greedy[:, None], targets, coupled_tokens(logp, rows))
+    scaled = scaled_logits(logits, rows)
+    weights = kept_weights(logits, scaled, rows)
+    scores = scaled.where(weights > 0, -torch.inf)
+    targets = torch.where(rows.greedy[:, None], targets, coupled_tokens(scores, rows))
+    probs = probabilities(weights)
     by_rejection = ~rows.greedy & ~rows.coupled
-    passes = _passes_rejection(logp, draft_ids, draft_probs, rows)
+    passes = _passes_rejection(probs, draft_ids, draft_probs, rows)
     agrees = torch.where(by_rejection[:, None], passes, draft_ids == targets[:, :-1])
     agrees = agrees if simulated is None else simulated
     num_accepted = _num_accepted(agrees, finite, num_drafted)
     own = targets.gather(1, num_accepted[:, None])[:, 0]
-    recovered = _recovered_tokens(logp, draft_ids, num_drafted, draft_probs, num_accepted, rows)
+    recovered = _recovered_tokens(probs, draft_ids, num_drafted, draft_probs, num_accepted, rows)
     return _acceptance(draft_ids, num_accepted, torch.where(by_rejection, recovered, own), finite)
 
 
 def _passes_rejection(
-    logp: Tensor, draft_ids: Tensor, draft_probs: Tensor | None, rows: SamplingRows
+    target_probs: Tensor, draft_ids: Tensor, draft_probs: Tensor | None, rows: SamplingRows
 ) -> Tensor:
     """[R, Q - 1] bool: u * q(draft) < p(draft). A q that is not finite fails."""
     ids = draft_ids.clamp_min(0)[..., None]
-    target = logp[:, :-1].gather(2, ids)[..., 0].exp()
+    target = target_probs[:, :-1].gather(2, ids)[..., 0]
     uniform = accept_uniform(rows, draft_ids.shape[1])
     if draft_probs is None:
         return uniform < target
@@ -132,7 +140,7 @@ def _passes_rejection(
 
 
 def _recovered_tokens(
-    logp: Tensor,
+    target_probs: Tensor,
     draft_ids: Tensor,
     num_drafted: Tensor,
     draft_probs: Tensor | None,
@@ -140,8 +148,8 @@ def _recovered_tokens(
     rows: SamplingRows,
 ) -> Tensor:
     """[R] int64: a sample of (p - q)+ where a draft was rejected, of p after the last draft."""
-    vocab_size = logp.shape[2]
-    probs = logp.gather(1, num_accepted[:, None, None].expand(-1, 1, vocab_size))[:, 0].exp()
+    vocab_size = target_probs.shape[2]
+    probs = target_probs.gather(1, num_accepted[:, None, None].expand(-1, 1, vocab_size))[:, 0]
     if draft_ids.shape[1]:
         at = num_accepted.clamp_max(draft_ids.shape[1] - 1)[:, None]
         if draft_probs is None:

@@ -8,82 +8,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdec.kernels.sampling import gumbel_noise, uniform_noise
-
-# Streams of the counter-based noise. A draft and the target share COUPLED; the other three are
-# independent of it and of each other.
-COUPLED, ACCEPT, RECOVER, DRAFT = range(4)
+from specdec.kernels.sampler import SamplingRows, kept_weights, probabilities, scaled_logits
+from specdec.kernels.sampling import ACCEPT, COUPLED, DRAFT, RECOVER, gumbel_noise, uniform_noise
 
 # Likeliest tokens whose log-probabilities a pass brings along; a request takes what it asked for.
 MAX_LOGPROBS = 20
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingRows:
-    """Sampling parameters of a batch's rows, and where each row's output stands."""
-
-    temperature: Tensor  # [R] float32; 0 is greedy
-    top_k: Tensor  # [R] int64; 0 is off
-    top_p: Tensor  # [R] float32 in (0, 1]
-    min_p: Tensor  # [R] float32 in [0, 1]
-    seed: Tensor  # [R] int64: the 64 bits of the row's key
-    coupled: Tensor  # [R] bool: coupled acceptance, else rejection sampling
-    output_index: Tensor  # [R] int64: index of the first token this pass may commit
-
-    @property
-    def greedy(self) -> Tensor:  # [R] bool
-        return self.temperature == 0
-
-    def at(self, offset: int) -> "SamplingRows":
-        """The same rows, ``offset`` output tokens later."""
-        return SamplingRows(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            seed=self.seed,
-            coupled=self.coupled,
-            output_index=self.output_index + offset,
-        )
-
-    def indices(self, query_len: int) -> Tensor:
-        """Output index of each query row, [R, Q] int64."""
-        steps = torch.arange(query_len, device=self.output_index.device)
-        return self.output_index[:, None] + steps
-
-
-def log_probs(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """Log-probabilities after temperature, top_k, top_p and min_p, in that order.
-
-    Args:
-        logits: [R, Q, V] float32.
-
-    Returns:
-        [R, Q, V] float32, -inf where a token is cut. Among equal logits at the border of top_k or
-        top_p the lower ids stay. Greedy rows come out at temperature 1; their values are not used.
-    """
-    temperature = rows.temperature.where(~rows.greedy, 1.0)[:, None, None]
-    logp = (logits / temperature).log_softmax(-1)
-    ranked, order = logp.sort(dim=-1, descending=True, stable=True)
-    vocab_size = logits.shape[-1]
-    top_k = rows.top_k.where(rows.top_k > 0, vocab_size)[:, None, None]
-    keep = torch.arange(vocab_size, device=logits.device) < top_k
-    ranked = ranked.masked_fill(~keep, -torch.inf).log_softmax(-1)
-    probs = ranked.exp()
-    # A token stays while the mass before it is short of top_p; the first always stays.
-    before = probs.cumsum(-1) - probs
-    keep = keep & (before < rows.top_p[:, None, None])
-    keep = keep & (probs >= rows.min_p[:, None, None] * probs[..., :1])
-    keep[..., 0] = True
-    ranked = ranked.masked_fill(~keep, -torch.inf).log_softmax(-1)
-    return torch.empty_like(ranked).scatter_(-1, order, ranked)
 
 
 def coupled_tokens(logp: Tensor, rows: SamplingRows) -> Tensor:
     """Gumbel-max tokens whose noise is a function of (seed, output index, token id) alone.
 
     Args:
-        logp: [R, Q, V] float32 from ``log_probs``.
+        logp: [R, Q, V] float32 log-probabilities, up to a number of each row.
 
     Returns:
         [R, Q] int64. A draft that adds the same noise proposes just these tokens where it agrees.
@@ -99,18 +35,24 @@ def draft_tokens(logits: Tensor, rows: SamplingRows | None) -> tuple[Tensor, Ten
         logits: [R, V] float32; ``rows.output_index`` is that position's.
 
     Returns:
-        Tokens [R] int64 and, unless all rows are greedy, probabilities [R, V] float32.
+        Tokens [R] int64 and, unless all rows are greedy, probabilities [R, V] float32; on a GPU
+        only those of rows that sample by rejection are written, since no other is read.
     """
     if rows is None:
         return logits.argmax(-1), None
-    logp = log_probs(logits[:, None], rows)
+    if logits.is_cuda:
+        from specdec.kernels import sampler_triton
+
+        return sampler_triton.draft_tokens(logits, rows)
+    scaled = scaled_logits(logits[:, None], rows)
+    weights = kept_weights(logits[:, None], scaled, rows)
     index = rows.output_index[:, None]
     vocab_size = logits.shape[1]
     shared = gumbel_noise(rows.seed, index, vocab_size, COUPLED)
     own = gumbel_noise(rows.seed, index, vocab_size, DRAFT)
     noise = torch.where(rows.coupled[:, None, None], shared, own)
-    sampled = (logp + noise).argmax(-1)[:, 0]
-    return torch.where(rows.greedy, logits.argmax(-1), sampled), logp[:, 0].exp()
+    sampled = (scaled.where(weights > 0, -torch.inf) + noise).argmax(-1)[:, 0]
+    return torch.where(rows.greedy, logits.argmax(-1), sampled), probabilities(weights)[:, 0]
 
 
 def accept_uniform(rows: SamplingRows, query_len: int) -> Tensor:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from specdec.kernels.sampler import SamplingRows
 from specdec.verifier.attention.base import PAD_SLOT_ID, AttentionMetadata
 from specdec.verifier.processors import (
     MAX_BAD_WORD_LEN,
@@ -19,7 +20,6 @@ from specdec.verifier.processors import (
     LogitRules,
     RuleRows,
 )
-from specdec.verifier.sampling import SamplingRows
 
 if TYPE_CHECKING:
     from specdec.kernels.pass_triton import StateTensors

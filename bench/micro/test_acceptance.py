@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from specdec.drafters.ngram import NgramDrafter
+from specdec.kernels.sampler import SamplingRows
 from specdec.verifier.acceptance import accept, accept_greedy
-from specdec.verifier.sampling import SamplingRows
 from specdec.verifier.state import DecodeState, RowState
 
 NUM_REQS, K, VOCAB = 8, 4, 8192

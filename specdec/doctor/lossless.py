@@ -14,10 +14,10 @@ from specdec.doctor.inside import chunks_of, step_of, without_prefix_cache
 from specdec.doctor.matrix import SMALL_STEP, Cell, cells
 from specdec.doctor.report import FAULT, OK, WARNING, Check
 from specdec.engine import Engine
-from specdec.kernels.sampling import gumbel_noise
+from specdec.kernels.sampler import SamplingRows, log_probs
+from specdec.kernels.sampling import COUPLED, gumbel_noise
 from specdec.params import SamplingParams
 from specdec.request import Request
-from specdec.verifier.sampling import COUPLED, SamplingRows, log_probs
 
 # Share of the time that the solo texts may take.
 SOLO_SHARE = 0.3
