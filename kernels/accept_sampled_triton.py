@@ -12,7 +12,7 @@ from torch import Tensor
 from specdec.kernels.argmax_triton import ranked
 from specdec.kernels.launch import pdl_options, wait_for_inputs
 from specdec.kernels.sampler import SamplingRows
-from specdec.kernels.sampler_triton import chunk_of, chunk_options, draw
+from specdec.kernels.sampler_triton import CHUNK, chunk_options, draw
 from specdec.kernels.sampling import ACCEPT, RECOVER
 from specdec.kernels.sampling_triton import (
     gumbel_from_bits,
@@ -34,7 +34,7 @@ _ACCEPT = tl.constexpr(ACCEPT)
 _RECOVER = tl.constexpr(RECOVER)
 _ANY_ALIGNMENT = [
     *ANY_ALIGNMENT,
-    *("is_sound", "draft_ids", "num_drafted", "simulated", "tokens", "num_accepted", "failed"),
+    *("draft_ids", "num_drafted", "simulated", "tokens", "num_accepted", "failed"),
     *("recovered", "arrived"),
 ]
 
@@ -51,7 +51,6 @@ def _judge_kernel(
     cut,
     mass,
     choice,
-    is_sound,  # [R, Q] bool or None
     draft_ids,  # [R, Q - 1] int64
     num_drafted,  # [R] int64
     draft_probs,  # [R, Q - 1, V] float32 or None
@@ -75,8 +74,6 @@ def _judge_kernel(
     largest = tl.load(peak + rows, mask=inside, other=0.0)
     target = id_of(tl.load(choice + rows, mask=inside, other=0))
     sound = is_finite(largest)
-    if is_sound is not None:
-        sound = sound & (tl.load(is_sound + rows, mask=inside, other=0) != 0)
     draft = tl.load(draft_ids + request * (Q - 1) + steps, mask=drafts, other=-2)
     agrees = draft == target
     heat = tl.load(temperature + request)
@@ -185,7 +182,6 @@ def _recover_kernel(
 
 def accept(
     logits: Tensor,
-    is_sound: Tensor | None,
     draft_ids: Tensor,
     num_drafted: Tensor,
     draft_probs: Tensor | None,
@@ -194,8 +190,7 @@ def accept(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``specdec.verifier.acceptance.accept`` behind rules and masks.
 
-    is_sound [R, Q] bool: rows whose logits were finite before these. Returns tokens [R, Q] int64,
-    num_accepted [R] int64 and failed [R] bool.
+    Returns tokens [R, Q] int64, num_accepted [R] int64 and failed [R] bool.
     """
     logits = flat_rows(logits)
     num_reqs, query_len, vocab_size = logits.shape
@@ -214,14 +209,13 @@ def accept(
         draft_probs = draft_probs.contiguous()
     row_arguments = (rows.temperature, rows.min_p, rows.seed, rows.coupled, rows.output_index)
     _judge_kernel[(num_reqs,)](
-        logits, *row_arguments, *drawn, is_sound, draft_ids, num_drafted, draft_probs, simulated,
+        logits, *row_arguments, *drawn, draft_ids, num_drafted, draft_probs, simulated,
         tokens, num_accepted, failed, recovered, arrived, vocab_size, row_stride, Q=query_len,
         BLOCK_Q=triton.next_power_of_2(query_len), num_warps=1, **pdl_options(logits),
     )  # fmt: skip
-    chunk = chunk_of(num_reqs)
-    _recover_kernel[(num_reqs, triton.cdiv(vocab_size, chunk))](
+    _recover_kernel[(num_reqs, triton.cdiv(vocab_size, CHUNK))](
         logits, *row_arguments, drawn.peak, drawn.cut, drawn.mass, draft_ids, num_drafted,
         draft_probs, tokens, num_accepted, failed, recovered, arrived, vocab_size, row_stride,
-        Q=query_len, CHUNK=chunk, **chunk_options(logits, chunk),
+        Q=query_len, **chunk_options(logits),
     )  # fmt: skip
     return tokens, num_accepted, failed

@@ -121,7 +121,7 @@ def _search(
     return low, num_low, mass_low
 
 
-@triton.jit(do_not_specialize_on_alignment=ANY_ALIGNMENT)
+@triton.jit(do_not_specialize=["rows_each"], do_not_specialize_on_alignment=ANY_ALIGNMENT)
 def _cut_kernel(
     logits,
     temperature,

@@ -44,8 +44,8 @@ from specdec.kernels.weights_triton import (
 )
 
 GROUP = 128
-# Programs of few rows are small, so that they fill the GPU.
-_CHUNK, _WIDE_CHUNK, _MANY_ROWS = 1024, 4096, 64
+# Tokens that one program takes; no result depends on it.
+CHUNK = 2048
 
 
 @triton.jit(do_not_specialize_on_alignment=ANY_ALIGNMENT)
@@ -100,7 +100,7 @@ def _floor(group_max, peak, lowest, top_k, num_groups, BLOCK_G: tl.constexpr):
     return enough
 
 
-@triton.jit(do_not_specialize_on_alignment=ANY_ALIGNMENT)
+@triton.jit(do_not_specialize=["rows_each"], do_not_specialize_on_alignment=ANY_ALIGNMENT)
 def _gather_kernel(
     logits,
     temperature,
@@ -149,7 +149,7 @@ def _gather_kernel(
                 tl.store(found + row * C + place, ranked(values, ids), mask=held)
 
 
-@triton.jit(do_not_specialize_on_alignment=ANY_ALIGNMENT)
+@triton.jit(do_not_specialize=["rows_each"], do_not_specialize_on_alignment=ANY_ALIGNMENT)
 def _choose_kernel(
     logits,
     temperature,
@@ -193,7 +193,7 @@ def _choose_kernel(
             tl.atomic_max(choice + row, tl.max(scores, axis=0), sem="relaxed")
 
 
-@triton.jit(do_not_specialize_on_alignment=ANY_ALIGNMENT)
+@triton.jit(do_not_specialize=["rows_each"], do_not_specialize_on_alignment=ANY_ALIGNMENT)
 def _dense_kernel(
     logits,
     temperature,
@@ -215,7 +215,7 @@ def _dense_kernel(
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     request = row // rows_each
-    if tokens is not None:
+    if tokens is not None:  # noqa: SIM102 (known when the kernel is compiled)
         if tl.program_id(1) == 0:
             tl.store(tokens + row, id_of(tl.load(choice + row)))
     heat = tl.load(temperature + request)
@@ -240,14 +240,9 @@ def _dense_kernel(
         tl.store(out + row * vocab_size + ids, result, mask=inside)
 
 
-def chunk_of(num_rows: int) -> int:
-    """Tokens that one program takes; no result depends on it."""
-    return _CHUNK if num_rows <= _MANY_ROWS else _WIDE_CHUNK
-
-
-def chunk_options(like: Tensor, chunk: int) -> dict[str, Any]:
-    """Launch options of a kernel whose programs take ``chunk`` tokens each."""
-    return {"num_warps": 4 if chunk <= _CHUNK else 8, **pdl_options(like)}
+def chunk_options(like: Tensor) -> dict[str, Any]:
+    """Launch options of a kernel whose programs take CHUNK tokens each."""
+    return {"CHUNK": CHUNK, "num_warps": 8, **pdl_options(like)}
 
 
 def draw(logits: Tensor, rows: SamplingRows, *, drafts: bool) -> Drawn:
@@ -259,9 +254,8 @@ def draw(logits: Tensor, rows: SamplingRows, *, drafts: bool) -> Drawn:
     """
     num_reqs, query_len, vocab_size = logits.shape
     num_rows = num_reqs * query_len
-    chunk = chunk_of(num_rows)
-    num_chunks = triton.cdiv(vocab_size, chunk)
-    num_groups = num_chunks * (chunk // GROUP)
+    num_chunks = triton.cdiv(vocab_size, CHUNK)
+    num_groups = num_chunks * (CHUNK // GROUP)
 
     def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device=logits.device)
@@ -278,23 +272,23 @@ def draw(logits: Tensor, rows: SamplingRows, *, drafts: bool) -> Drawn:
     is_open = empty(num_rows, dtype=torch.int32)
     if num_rows == 0:
         return drawn
-    grid, options = (num_rows, num_chunks), chunk_options(logits, chunk)
+    grid, options = (num_rows, num_chunks), chunk_options(logits)
     row_stride = row_stride_of(logits)
     parts = triton.next_power_of_2(num_chunks)
     _peaks_kernel[grid](
         logits, best, group_max, counts, total, vocab_size, row_stride, num_chunks,
-        CHUNK=chunk, GROUPS=chunk // GROUP, WIDTH=GROUP, **options,
+        GROUPS=CHUNK // GROUP, WIDTH=GROUP, **options,
     )  # fmt: skip
     _gather_kernel[grid](
         logits, rows.temperature, rows.top_k, rows.top_p, best, group_max, counts, total, found,
-        vocab_size, row_stride, num_chunks, query_len, CHUNK=chunk, GROUPS=chunk // GROUP, BLOCK_PARTS=parts,
-        BLOCK_G=triton.next_power_of_2(num_groups), C=MAX_CANDIDATES, **options,
+        vocab_size, row_stride, num_chunks, query_len, GROUPS=CHUNK // GROUP,
+        BLOCK_PARTS=parts, BLOCK_G=triton.next_power_of_2(num_groups), C=MAX_CANDIDATES, **options,
     )  # fmt: skip
     cut_rows(logits, rows, best, counts, total, found, drawn, is_open, drafts=drafts)
     _choose_kernel[grid](
         logits, rows.temperature, rows.min_p, rows.seed, rows.coupled, rows.output_index,
         drawn.peak, drawn.cut, is_open, drawn.mass, drawn.choice, vocab_size, row_stride, query_len,
-        DRAFTS=drafts, CHUNK=chunk, **options,
+        DRAFTS=drafts, **options,
     )  # fmt: skip
     return drawn
 
@@ -305,11 +299,10 @@ def _dense(
     num_rows, vocab_size = drawn.peak.shape[0], logits.shape[2]
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     if num_rows:
-        chunk = chunk_of(num_rows)
-        _dense_kernel[(num_rows, triton.cdiv(vocab_size, chunk))](
+        _dense_kernel[(num_rows, triton.cdiv(vocab_size, CHUNK))](
             logits, rows.temperature, rows.min_p, rows.coupled, drawn.peak, drawn.cut, drawn.mass,
             drawn.choice, out, tokens, vocab_size, row_stride_of(logits), logits.shape[1],
-            LOG=log, CHUNK=chunk, **chunk_options(logits, chunk),
+            LOG=log, **chunk_options(logits),
         )  # fmt: skip
     return out
 

@@ -91,24 +91,19 @@ def accept(
         allowed: [R, Q, ceil(V / 32)] int32 bit masks of the tokens that may stand at each row.
         simulated: [R, Q - 1] bool: which drafts pass, instead of every comparison above.
     """
-    finite = None
-    given = logits
     if rules is not None:
         logits = apply_rules(logits, draft_ids, rules)
     if allowed is not None:
         logits = apply_masks(logits, allowed)
-    if logits is not given or rows is None or not logits.is_cuda:
-        finite = given.amax(-1).isfinite()  # [R, Q]: NaN and +inf reach the maximum
     if rows is not None and logits.is_cuda:
         from specdec.kernels import accept_sampled_triton
 
         tokens, num_accepted, failed = accept_sampled_triton.accept(
-            logits, finite, draft_ids, num_drafted, draft_probs, rows, simulated
+            logits, draft_ids, num_drafted, draft_probs, rows, simulated
         )
         return Acceptance(tokens=tokens, num_accepted=num_accepted, failed=failed)
-    assert finite is not None
-    # Rules that ban every token leave none to choose.
-    finite = finite & logits.amax(-1).isfinite()
+    # NaN and +inf reach the maximum; rules that ban every token leave none to choose.
+    finite = logits.amax(-1).isfinite()  # [R, Q]
     targets = logits.argmax(-1)  # [R, Q]
     if rows is None:
         return accept_greedy(targets, finite, draft_ids, num_drafted, simulated)

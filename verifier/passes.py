@@ -180,6 +180,13 @@ def commit(
 
     A row that has ended, or failed, has nothing left to write from then on.
     """
+    if rows.slots.is_cuda:
+        from specdec.kernels import accept_triton
+
+        packed = accept_triton.commit(
+            rows.tensors, accepted.tokens, accepted.num_accepted, accepted.failed, num_drafted
+        )
+        return PassResult(packed, logprobs)
     failed = accepted.failed & rows.active
     num_new = (accepted.num_accepted + 1 - failed.long()).where(rows.active, 0)
     num_new, stopped = rows.up_to_stop(accepted.tokens, num_new)

@@ -38,9 +38,13 @@ class RuleRows:
 
     rules: LogitRules
     slots: Tensor  # [R] int64
-    tokens: Tensor  # [R, L] int32
+    text: Tensor  # [S, L + 1] int32: the tokens of every state row, and a spare column
     seq_lens: Tensor  # [R] int64
     prompt_lens: Tensor  # [R] int64
+
+    @property
+    def tokens(self) -> Tensor:  # [R, L] int32
+        return self.text[self.slots, :-1]
 
 
 def apply_rules(logits: Tensor, draft_ids: Tensor, rows: RuleRows) -> Tensor:
@@ -51,19 +55,27 @@ def apply_rules(logits: Tensor, draft_ids: Tensor, rows: RuleRows) -> Tensor:
         draft_ids: [R, Q - 1] int64 in the vocabulary; row j of the logits follows j of them.
 
     Returns:
-        [R, Q, V] float32; -inf where a token is banned.
+        [R, Q, V] float32; -inf where a token is banned, and NaN where a logit is NaN or +inf, so
+        that no ban hides a row that is not sound.
     """
-    logits = logits + rows.rules.bias[rows.slots][:, None]
-    logits = _penalise(logits, draft_ids, rows)
-    logits = _ban_bad_words(logits, draft_ids, rows)
-    return _ban_early_stops(logits, rows)
+    if logits.is_cuda:
+        from specdec.kernels import rules_triton
+
+        return rules_triton.apply_rules(logits, draft_ids, rows)
+    ruled = logits + rows.rules.bias[rows.slots][:, None]
+    ruled = _penalise(ruled, draft_ids, rows)
+    ruled = _ban_bad_words(ruled, draft_ids, rows)
+    return _ban_early_stops(ruled, rows).where(logits < torch.inf, torch.nan)
 
 
 def apply_masks(logits: Tensor, allowed: Tensor) -> Tensor:
-    """-inf where a bit of ``allowed`` [R, Q, ceil(V / 32)] int32 is 0; logits are [R, Q, V]."""
+    """-inf where a bit of ``allowed`` [R, Q, ceil(V / 32)] int32 is 0; logits are [R, Q, V].
+
+    NaN and +inf stay not finite, whatever is allowed.
+    """
     bits = (allowed[..., None] >> torch.arange(32, device=logits.device)) & 1
     keep = bits.flatten(-2)[..., : logits.shape[-1]] > 0
-    return logits.masked_fill(~keep, -torch.inf)
+    return logits.masked_fill(~keep & (logits < torch.inf), -torch.inf)
 
 
 def _penalise(logits: Tensor, draft_ids: Tensor, rows: RuleRows) -> Tensor:

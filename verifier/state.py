@@ -251,7 +251,7 @@ class RowState:
         return RuleRows(
             rules=self.state.rules,
             slots=self.slots,
-            tokens=self.tokens,
+            text=self.state.tokens,
             seq_lens=self.seq_lens,
             prompt_lens=self.state.column("prompt_len")[self.slots],
         )
