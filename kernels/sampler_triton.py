@@ -13,7 +13,7 @@ kernels, of which rows that need no cut skip all but the first and the last:
 4. rows whose tokens do not lie in the buffer are gone over for their mass and choice.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -100,6 +100,36 @@ def _floor(group_max, peak, lowest, top_k, num_groups, BLOCK_G: tl.constexpr):
     return enough
 
 
+@triton.jit
+def gather(
+    logits, row, heat, k, best, group_max, counts, total, found, vocab_size, num_chunks,
+    CHUNK: tl.constexpr, GROUPS: tl.constexpr, BLOCK_PARTS: tl.constexpr, BLOCK_G: tl.constexpr,
+    C: tl.constexpr,
+):  # fmt: skip
+    """Gather a part's candidates of a row: more than ``k`` of them from all parts, if they weigh.
+
+    And add the mass of all its tokens at the temperature ``heat`` to ``total``.
+    """
+    peak = logit_of(best_of(best, row, num_chunks, BLOCK_PARTS))
+    if is_finite(peak):
+        floor = peak - REACH * tl.maximum(heat, MIN_HEAT)
+        if vocab_size > C:
+            num_groups = num_chunks * GROUPS
+            floor = _floor(group_max + row * num_groups, peak, floor, k, num_groups, BLOCK_G)
+        ids = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+        inside = ids < vocab_size
+        values = tl.load(logits + ids, mask=inside, other=float("-inf"))
+        weights = weight_of((values - peak) * scale_of(heat))
+        tl.atomic_add(total + row, tl.sum(weights, axis=0), sem="relaxed")
+        take = (inside & (values >= floor)).to(tl.int32)
+        number = tl.sum(take, axis=0)
+        if number > 0:
+            first = tl.atomic_add(counts + row, number, sem="relaxed")
+            place = first + tl.cumsum(take, axis=0) - 1
+            held = (take > 0) & (place < C)
+            tl.store(found + row * C + place, ranked(values, ids), mask=held)
+
+
 @triton.jit(do_not_specialize=["rows_each"], do_not_specialize_on_alignment=ANY_ALIGNMENT)
 def _gather_kernel(
     logits,
@@ -129,24 +159,10 @@ def _gather_kernel(
     k = tl.load(top_k + request)
     k = tl.where(k < vocab_size, k, 0)
     if (heat != 0.0) & ((k > 0) | (tl.load(top_p + request) < 1.0)):
-        peak = logit_of(best_of(best, row, num_chunks, BLOCK_PARTS))
-        if is_finite(peak):
-            floor = peak - REACH * tl.maximum(heat, MIN_HEAT)
-            if vocab_size > C:
-                num_groups = num_chunks * GROUPS
-                floor = _floor(group_max + row * num_groups, peak, floor, k, num_groups, BLOCK_G)
-            ids = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-            inside = ids < vocab_size
-            values = tl.load(logits + row * row_stride + ids, mask=inside, other=float("-inf"))
-            weights = weight_of((values - peak) * scale_of(heat))
-            tl.atomic_add(total + row, tl.sum(weights, axis=0), sem="relaxed")
-            take = (inside & (values >= floor)).to(tl.int32)
-            number = tl.sum(take, axis=0)
-            if number > 0:
-                first = tl.atomic_add(counts + row, number, sem="relaxed")
-                place = first + tl.cumsum(take, axis=0) - 1
-                held = (take > 0) & (place < C)
-                tl.store(found + row * C + place, ranked(values, ids), mask=held)
+        gather(
+            logits + row * row_stride, row, heat, k, best, group_max, counts, total, found,
+            vocab_size, num_chunks, CHUNK, GROUPS, BLOCK_PARTS, BLOCK_G, C,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows_each"], do_not_specialize_on_alignment=ANY_ALIGNMENT)
@@ -219,10 +235,11 @@ def _dense_kernel(
         if tl.program_id(1) == 0:
             tl.store(tokens + row, id_of(tl.load(choice + row)))
     heat = tl.load(temperature + request)
+    ids = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    inside = ids < vocab_size
+    result = tl.zeros([CHUNK], tl.float32)
     # Of drafts only those by rejection are asked for the distribution that they came from.
-    if LOG or ((heat != 0.0) & (tl.load(coupled + request) == 0)):
-        ids = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-        inside = ids < vocab_size
+    if (tl.load(coupled + request) == 0) & (heat != 0.0) | LOG:
         scaled, weights = kept_weights(
             logits + row * row_stride,
             ids,
@@ -237,12 +254,55 @@ def _dense_kernel(
             result = tl.where(weights > 0, scaled - tl.log(whole / UNIT), float("-inf"))
         else:
             result = tl.div_rn(weights.to(tl.float32), whole)
-        tl.store(out + row * vocab_size + ids, result, mask=inside)
+    tl.store(out + row * vocab_size + ids, result, mask=inside)
 
 
 def chunk_options(like: Tensor) -> dict[str, Any]:
     """Launch options of a kernel whose programs take CHUNK tokens each."""
     return {"CHUNK": CHUNK, "num_warps": 8, **pdl_options(like)}
+
+
+class Gathered(NamedTuple):
+    """Scratch of N rows: what their parts leave for the program that takes in a row."""
+
+    best: Tensor  # [N, chunks] int64: the rank of each part's best token
+    group_max: Tensor  # [N, groups] float32
+    counts: Tensor  # [N] int32: candidates, also those that do not lie in ``found``
+    total: Tensor  # [N] int64: the mass of all tokens
+    found: Tensor  # [N, C] int64: ranks, in any order
+
+
+def peaks(logits: Tensor) -> Gathered:
+    """Begin with rows [R, Q, V]: the first kernel."""
+    num_rows, vocab_size = logits.shape[0] * logits.shape[1], logits.shape[2]
+    num_chunks = triton.cdiv(vocab_size, CHUNK)
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device=logits.device)
+
+    gathered = Gathered(
+        best=empty(num_rows, num_chunks),
+        group_max=empty(num_rows, num_chunks * (CHUNK // GROUP), dtype=torch.float32),
+        counts=empty(num_rows, dtype=torch.int32),
+        total=empty(num_rows),
+        found=empty(num_rows, MAX_CANDIDATES),
+    )
+    if num_rows:
+        _peaks_kernel[(num_rows, num_chunks)](
+            logits, *gathered[:4], vocab_size, row_stride_of(logits), num_chunks,
+            GROUPS=CHUNK // GROUP, WIDTH=GROUP, **chunk_options(logits),
+        )  # fmt: skip
+    return gathered
+
+
+def gather_options(gathered: Gathered) -> dict[str, int]:
+    num_chunks, num_groups = gathered.best.shape[1], gathered.group_max.shape[1]
+    return {
+        "GROUPS": CHUNK // GROUP,
+        "BLOCK_PARTS": triton.next_power_of_2(num_chunks),
+        "BLOCK_G": triton.next_power_of_2(num_groups),
+        "C": MAX_CANDIDATES,
+    }
 
 
 def draw(logits: Tensor, rows: SamplingRows, *, drafts: bool) -> Drawn:
@@ -254,37 +314,26 @@ def draw(logits: Tensor, rows: SamplingRows, *, drafts: bool) -> Drawn:
     """
     num_reqs, query_len, vocab_size = logits.shape
     num_rows = num_reqs * query_len
-    num_chunks = triton.cdiv(vocab_size, CHUNK)
-    num_groups = num_chunks * (CHUNK // GROUP)
-
-    def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.empty(*shape, dtype=dtype, device=logits.device)
-
-    best, group_max = empty(num_rows, num_chunks), empty(num_rows, num_groups, dtype=torch.float32)
-    counts, total = empty(num_rows, dtype=torch.int32), empty(num_rows)
-    found = empty(num_rows, MAX_CANDIDATES)
+    gathered = peaks(logits)
+    num_chunks = gathered.best.shape[1]
     drawn = Drawn(
-        peak=empty(num_rows, dtype=torch.float32),
-        cut=empty(num_rows),
-        mass=empty(num_rows),
-        choice=empty(num_rows),
+        peak=torch.empty(num_rows, dtype=torch.float32, device=logits.device),
+        cut=torch.empty_like(gathered.total),
+        mass=torch.empty_like(gathered.total),
+        choice=torch.empty_like(gathered.total),
     )
-    is_open = empty(num_rows, dtype=torch.int32)
+    is_open = torch.empty_like(gathered.counts)
     if num_rows == 0:
         return drawn
-    grid, options = (num_rows, num_chunks), chunk_options(logits)
-    row_stride = row_stride_of(logits)
-    parts = triton.next_power_of_2(num_chunks)
-    _peaks_kernel[grid](
-        logits, best, group_max, counts, total, vocab_size, row_stride, num_chunks,
-        GROUPS=CHUNK // GROUP, WIDTH=GROUP, **options,
-    )  # fmt: skip
+    grid, options, row_stride = (num_rows, num_chunks), chunk_options(logits), row_stride_of(logits)
     _gather_kernel[grid](
-        logits, rows.temperature, rows.top_k, rows.top_p, best, group_max, counts, total, found,
-        vocab_size, row_stride, num_chunks, query_len, GROUPS=CHUNK // GROUP,
-        BLOCK_PARTS=parts, BLOCK_G=triton.next_power_of_2(num_groups), C=MAX_CANDIDATES, **options,
+        logits, rows.temperature, rows.top_k, rows.top_p, *gathered, vocab_size, row_stride,
+        num_chunks, query_len, **gather_options(gathered), **options,
     )  # fmt: skip
-    cut_rows(logits, rows, best, counts, total, found, drawn, is_open, drafts=drafts)
+    cut_rows(
+        logits, rows, gathered.best, gathered.counts, gathered.total, gathered.found, drawn,
+        is_open, drafts=drafts,
+    )  # fmt: skip
     _choose_kernel[grid](
         logits, rows.temperature, rows.min_p, rows.seed, rows.coupled, rows.output_index,
         drawn.peak, drawn.cut, is_open, drawn.mass, drawn.choice, vocab_size, row_stride, query_len,
@@ -316,7 +365,7 @@ def log_probs(logits: Tensor, rows: SamplingRows) -> Tensor:
 def draft_tokens(logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
     """``specdec.verifier.sampling.draft_tokens``: tokens [R] int64, probabilities [R, V] float32.
 
-    The probabilities of greedy and of coupled rows are not written.
+    The probabilities of greedy and of coupled rows are all 0.
     """
     logits = flat_rows(logits[:, None])
     drawn = draw(logits, rows, drafts=True)
