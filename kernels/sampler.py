@@ -10,6 +10,7 @@ an exponential.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,6 +53,34 @@ class SamplingRows:
         """Output index of each query row, [R, Q] int64."""
         steps = torch.arange(query_len, device=self.output_index.device)
         return self.output_index[:, None] + steps
+
+
+class SamplingColumns(NamedTuple):
+    """Columns of the request state, [S] each: views of one integer and one float tensor."""
+
+    seq_len: Tensor
+    prompt_len: Tensor
+    top_k: Tensor
+    seed: Tensor
+    coupled: Tensor
+    logprobs: Tensor
+    temperature: Tensor
+    top_p: Tensor
+    min_p: Tensor
+
+
+class SamplingFields(NamedTuple):
+    """The same of a batch's rows, [R] each."""
+
+    prompt_len: Tensor  # int64
+    output_index: Tensor  # int64: committed tokens behind the prompt
+    top_k: Tensor  # int64
+    seed: Tensor  # int64
+    coupled: Tensor  # bool
+    wants_logprobs: Tensor  # bool
+    temperature: Tensor  # float32
+    top_p: Tensor  # float32
+    min_p: Tensor  # float32
 
 
 def scaled_logits(logits: Tensor, rows: SamplingRows) -> Tensor:

@@ -39,6 +39,7 @@ class RequestRow:
                 "top_k": min(params.top_k or 0, vocab_size),
                 "seed": request.seed,
                 "coupled": request.coupled,
+                "logprobs": params.logprobs is not None,
                 "adapter": request.adapter_slot,
             },
             floats={

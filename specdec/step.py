@@ -238,7 +238,7 @@ class DecodeStep:
             batch.allowed,
             simulated,
         )
-        logprobs = token_logprobs(logits, accepted.tokens, MAX_LOGPROBS)
+        logprobs = token_logprobs(logits, accepted.tokens, MAX_LOGPROBS, rows.wants_logprobs)
         return commit(rows, accepted, num_drafted, logprobs), accepted.num_accepted
 
     def _logits(self, hidden: Tensor, num_reqs: int, adapter_slots: Tensor | None) -> Tensor:

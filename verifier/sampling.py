@@ -84,8 +84,21 @@ class Logprobs:
         )
 
 
-def token_logprobs(logits: Tensor, tokens: Tensor, count: int) -> Logprobs:
-    """Log-probabilities of ``tokens`` [R, Q] (-1 for none) and of the ``count`` likeliest."""
+def token_logprobs(
+    logits: Tensor, tokens: Tensor, count: int, wanted: Tensor | None = None
+) -> Logprobs:
+    """Log-probabilities of ``tokens`` [R, Q] (-1 for none) and of the ``count`` likeliest.
+
+    logits: [R, Q, V] float32. wanted: [R] bool, requests that need them (None: all). On a GPU those
+    of the others, and of rows that are not finite, are 0.
+    """
+    if logits.is_cuda:
+        from specdec.kernels import logprobs_triton
+
+        if wanted is None:
+            wanted = torch.ones(logits.shape[0], dtype=torch.bool, device=logits.device)
+        chosen, top_ids, top = logprobs_triton.token_logprobs(logits, tokens, count, wanted)
+        return Logprobs(chosen=chosen, top_ids=top_ids, top=top)
     logp = logits.log_softmax(-1)
     top, top_ids = logp.topk(min(count, logits.shape[-1]), dim=-1)
     chosen = logp.gather(2, tokens.clamp_min(0)[..., None])[..., 0]

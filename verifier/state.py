@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specdec.kernels.sampler import SamplingRows
+from specdec.kernels.sampler import SamplingColumns, SamplingFields, SamplingRows
 from specdec.verifier.attention.base import PAD_SLOT_ID, AttentionMetadata
 from specdec.verifier.processors import (
     MAX_BAD_WORD_LEN,
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _INT_FIELDS = (
     *("seq_len", "end", "k", "prompt_len", "draft_len", "top_k", "seed", "coupled"),
+    "logprobs",  # 1 where the request asks for log-probabilities
     "adapter",  # adapter slot; -1 for the base model
 )
 _FLOAT_FIELDS = ("temperature", "top_p", "min_p")
@@ -68,6 +69,10 @@ class DecodeState:
         if name in _INT_FIELDS:
             return self.ints[:, _INT_FIELDS.index(name)]
         return self.floats[:, _FLOAT_FIELDS.index(name)]
+
+    @property
+    def sampling_columns(self) -> SamplingColumns:
+        return SamplingColumns(*(self.column(name) for name in SamplingColumns._fields))
 
     @property
     def seq_len(self) -> Tensor:  # [S] int64: committed tokens, prompt included
@@ -232,15 +237,15 @@ class RowState:
         """Sampling parameters of the rows, or None where the whole batch is greedy."""
         if not self.sampled:
             return None
-        column = self.state.column
+        fields = self._sampling_fields
         return SamplingRows(
-            temperature=column("temperature")[self.slots],
-            top_k=column("top_k")[self.slots],
-            top_p=column("top_p")[self.slots],
-            min_p=column("min_p")[self.slots],
-            seed=column("seed")[self.slots],
-            coupled=column("coupled")[self.slots] > 0,
-            output_index=self.seq_lens - column("prompt_len")[self.slots],
+            temperature=fields.temperature,
+            top_k=fields.top_k,
+            top_p=fields.top_p,
+            min_p=fields.min_p,
+            seed=fields.seed,
+            coupled=fields.coupled,
+            output_index=fields.output_index,
         )
 
     @property
@@ -253,7 +258,31 @@ class RowState:
             slots=self.slots,
             text=self.state.tokens,
             seq_lens=self.seq_lens,
-            prompt_lens=self.state.column("prompt_len")[self.slots],
+            prompt_lens=self._sampling_fields.prompt_len,
+        )
+
+    @property
+    def wants_logprobs(self) -> Tensor:  # [R] bool; only of batches that are sampled
+        return self._sampling_fields.wants_logprobs
+
+    @cached_property
+    def _sampling_fields(self) -> SamplingFields:
+        column = self.state.column
+        if self.slots.is_cuda:
+            from specdec.kernels.sampling_rows_triton import sampling_fields
+
+            return sampling_fields(self.slots, self.state.sampling_columns)
+        prompt_len = column("prompt_len")[self.slots]
+        return SamplingFields(
+            prompt_len=prompt_len,
+            output_index=self.seq_lens - prompt_len,
+            top_k=column("top_k")[self.slots],
+            seed=column("seed")[self.slots],
+            coupled=column("coupled")[self.slots] > 0,
+            wants_logprobs=column("logprobs")[self.slots] > 0,
+            temperature=column("temperature")[self.slots],
+            top_p=column("top_p")[self.slots],
+            min_p=column("min_p")[self.slots],
         )
 
     def tokens_at(self, positions: Tensor) -> Tensor:
