@@ -72,7 +72,9 @@ def _judge_kernel(
     inside, drafts = steps < Q, steps < Q - 1
     rows = request * Q + steps
     largest = tl.load(peak + rows, mask=inside, other=0.0)
+    # Rows by rejection have not chosen: any id will do until they recover a token.
     target = id_of(tl.load(choice + rows, mask=inside, other=0))
+    target = tl.minimum(target, vocab_size - 1)
     sound = is_finite(largest)
     draft = tl.load(draft_ids + request * (Q - 1) + steps, mask=drafts, other=-2)
     agrees = draft == target

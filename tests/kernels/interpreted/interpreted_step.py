@@ -5,6 +5,7 @@ import torch
 
 from specdec.kernels import accept_triton, ngram, ngram_triton, pass_triton
 from specdec.verifier import passes
+from specdec.verifier.acceptance import Acceptance
 from specdec.verifier.state import DecodeState, RowState
 
 LENGTHS = [1, 5, 16, 33, 39, 40, 17, 0]
@@ -126,6 +127,26 @@ def test_acceptance_commits_and_advances(query_len, rates, options) -> None:
     assert has_ended.any() and torch.equal(ours.column("end")[has_ended], ours.seq_len[has_ended])
     assert torch.equal(ours.tokens[:, :-1], theirs.tokens[:, :-1])
     assert result.packed[:, query_len].unique().numel() > 1
+
+
+@pytest.mark.parametrize("query_len", [1, 5])
+def test_commit(query_len) -> None:
+    generator = torch.Generator().manual_seed(3)
+    accepted = torch.randint(query_len, (9,), generator=generator)
+    tokens = torch.randint(3, (9, query_len), generator=generator)
+    tokens = tokens.where(torch.arange(query_len) <= accepted[:, None], -1)
+    failed = torch.rand(9, generator=generator) < 0.3
+    drafted = torch.full((9,), query_len - 1)
+    ours, theirs = make_state(), make_state()
+    for state in (ours, theirs):
+        state.rules.stop_ids[::3, 5] = 1
+    packed = accept_triton.commit(rows_of(ours).tensors, tokens, accepted, failed, drafted)
+    chosen = Acceptance(tokens=tokens, num_accepted=accepted, failed=failed)
+    wanted = passes.commit(rows_of(theirs), chosen, drafted, None)
+    assert torch.equal(packed, wanted.packed)
+    assert torch.equal(ours.ints, theirs.ints)
+    assert torch.equal(ours.tokens[:, :-1], theirs.tokens[:, :-1])
+    assert packed[:, query_len].unique().numel() > 1 and packed[:, -1].any()
 
 
 @pytest.mark.parametrize(("max_n", "min_n"), [(3, 1), (2, 2), (1, 1)])
