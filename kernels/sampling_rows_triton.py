@@ -1,7 +1,7 @@
 """The sampling parameters of a batch's rows out of the request state, in one Triton kernel.
 
-The plain-PyTorch twin is in ``RowState`` of ``specdec.verifier.state``. Shape letters: S state rows,
-R requests of the batch.
+The plain-PyTorch twin is in ``RowState`` of ``specdec.verifier.state``. Shape letters: S state
+rows, R requests of the batch.
 """
 
 import torch

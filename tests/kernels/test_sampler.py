@@ -1,4 +1,4 @@
-"""The sampler's definition, in PyTorch: its cuts against the plain ones, ties, and what it draws."""
+"""The sampler in PyTorch: its cuts against the definition, ties, and what it draws."""
 
 import pytest
 import torch
