@@ -2,11 +2,11 @@
 
     python bench/sampling_times.py --out sampling.json
 
-Sections: draw (cut every row and choose a token), draft (a drafter's token
-and its distribution), step (rules, acceptance, log-probabilities and commit behind a verify pass of
-five rows a request). All times are medians of graph replays. The floor is one read of the logits at
-the bandwidth of a device-to-device copy; logits of few rows lie in the L2 cache, as they do behind
-the output layer.
+Sections: draw (cut every row and choose a token), draft (a drafter's token and its distribution),
+step (parameters, rules, acceptance and commit behind a verify pass; no request asks for
+log-probabilities, which the baseline computes all the same). All times are medians of graph
+replays. The floor is one read of the logits at the bandwidth of a device-to-device copy; logits of
+few rows lie in the L2 cache, as they do behind the output layer.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,6 @@ SETTINGS = [
     ("top_p 0.95", 0.8, 0, 0.95, 4.0),
     ("top_p 0.9, flat", 1.0, 0, 0.9, 1.0),
 ]
-QUERY_LEN = 5
 
 
 def sorted_log_probs(logits: Tensor, rows: SamplingRows) -> Tensor:
@@ -111,10 +111,22 @@ def sorted_accept(
     )
 
 
-def sorted_step(
-    logits: Tensor, drafts: Tensor, drafted: Tensor, rows: RowState, sampling_rows: SamplingRows
-) -> Tensor:
+def sorted_step(logits: Tensor, drafts: Tensor, drafted: Tensor, state: DecodeState) -> Tensor:
     """The baseline of a whole step behind the logits."""
+    # One index kernel a field, as the CPU has it.
+    slots = torch.arange(logits.shape[0], device="cuda")
+    rows = RowState(state, slots, sampled=True)
+    column = state.column
+    prompt_lens = column("prompt_len")[slots]
+    sampling_rows = SamplingRows(
+        temperature=column("temperature")[slots],
+        top_k=column("top_k")[slots],
+        top_p=column("top_p")[slots],
+        min_p=column("min_p")[slots],
+        seed=column("seed")[slots],
+        coupled=column("coupled")[slots] > 0,
+        output_index=rows.seq_lens - prompt_lens,
+    )
     rules = rows.rules
     assert rules is not None
     ruled = logits + rules.rules.bias[rules.slots][:, None]
@@ -134,7 +146,9 @@ def sorted_step(
     ).packed
 
 
-def make_rows(num_reqs: int, temperature: float, top_k: int, top_p: float, coupled: bool):
+def make_rows(
+    num_reqs: int, temperature: float, top_k: int, top_p: float, coupled: bool
+) -> SamplingRows:
     count = torch.arange(num_reqs, device="cuda")
     return SamplingRows(
         temperature=torch.full((num_reqs,), temperature, device="cuda"),
@@ -170,12 +184,10 @@ def time_draws(bandwidth: float) -> list[dict[str, Any]]:
             noise = torch.randn(num_rows, 1, vocab, device="cuda")
             floor = {"floor_us": 1e6 * 4 * noise.numel() / bandwidth}
             for name, temperature, top_k, top_p, spread in SETTINGS:
-                logits = noise * spread
-                rows = make_rows(num_rows, temperature, top_k, top_p, True)
+                arguments = (noise * spread, make_rows(num_rows, temperature, top_k, top_p, True))
                 labels = {"vocab": vocab, "rows": num_rows, "setting": name}
-                new = lambda: sampler_triton.draw(logits, rows, drafts=False)  # noqa: B023, E731
-                old = lambda: sorted_draw(logits, rows)  # noqa: B023, E731
-                times = both(new, old, num_rows)
+                new = partial(sampler_triton.draw, *arguments, drafts=False)
+                times = both(new, partial(sorted_draw, *arguments), num_rows)
                 results.append(report({"section": "draw", **labels, **times, **floor}))
     return results
 
@@ -185,15 +197,12 @@ def time_drafts(bandwidth: float) -> list[dict[str, Any]]:
     for num_reqs in (1, 8):
         logits = torch.randn(num_reqs, vocab, device="cuda") * 3
         floor = {"floor_us": 1e6 * 4 * logits.numel() / bandwidth}
-        for coupled in (True, False):
-            rows = make_rows(num_reqs, 0.8, 0, 1.0, coupled)
-            kind = "coupled" if coupled else "rejection"
+        for kind in ("coupled", "rejection"):
+            rows = make_rows(num_reqs, 0.8, 0, 1.0, kind == "coupled")
             labels = {"vocab": vocab, "rows": num_reqs, "setting": f"temperature, {kind}"}
-            new = lambda: sampling.draft_tokens(logits, rows)  # noqa: B023, E731
-            old = lambda: sorted_draft(logits, rows)  # noqa: B023, E731
-            results.append(
-                report({"section": "draft", **labels, **both(new, old, num_reqs), **floor})
-            )
+            new = partial(sampling.draft_tokens, logits, rows)
+            times = both(new, partial(sorted_draft, logits, rows), num_reqs)
+            results.append(report({"section": "draft", **labels, **times, **floor}))
     return results
 
 
@@ -202,7 +211,7 @@ def make_state(num_reqs: int, vocab: int, coupled: bool, top_k: int, top_p: floa
         max_num_seqs=num_reqs, max_model_len=8192, block_size=16, vocab_size=vocab, device="cuda"
     )
     for row in range(num_reqs):
-        ints = {"end": 8192, "k": QUERY_LEN - 1, "prompt_len": 100, "seed": row}
+        ints = {"end": 8192, "k": 4, "prompt_len": 100, "seed": row}
         ints |= {"coupled": int(coupled), "top_k": top_k}
         floats = {"temperature": 0.8, "top_p": top_p}
         state.write_row(row, list(range(100)), ints, floats)
@@ -212,46 +221,34 @@ def make_state(num_reqs: int, vocab: int, coupled: bool, top_k: int, top_p: floa
     return state
 
 
+def new_step(logits: Tensor, drafts: Tensor, drafted: Tensor, state: DecodeState) -> Tensor:
+    """A whole step behind the logits, as ``specdec.step`` has it."""
+    rows = RowState(state, torch.arange(logits.shape[0], device="cuda"), sampled=True)
+    accepted = acceptance.accept(logits, drafts, drafted, None, rows.sampling, rows.rules)
+    logprobs = sampling.token_logprobs(logits, accepted.tokens, 20, rows.wants_logprobs)
+    return passes.commit(rows, accepted, drafted, logprobs).packed
+
+
 def time_steps(bandwidth: float) -> list[dict[str, Any]]:
     results, vocab = [], VOCABS[-1]
-    for num_reqs, query_len in ((1, 1), (1, QUERY_LEN), (8, QUERY_LEN)):
+    for num_reqs, query_len in ((1, 2), (1, 5), (8, 5)):
         logits = torch.randn(num_reqs, query_len, vocab, device="cuda") * 3
-        drafts = logits[:, :-1].argmax(-1)
         drafted = torch.full((num_reqs,), query_len - 1, device="cuda")
+        inputs = (logits, logits[:, :-1].argmax(-1), drafted)
         floor = {"floor_us": 1e6 * 4 * logits.numel() / bandwidth}
-        for coupled, top_k, top_p in ((True, 0, 1.0), (True, 50, 0.95), (False, 50, 0.95)):
-            state = make_state(num_reqs, vocab, coupled, top_k, top_p)
-            slots = torch.arange(num_reqs, device="cuda")
-
-            def new() -> object:
-                rows = RowState(state, slots, sampled=True)  # noqa: B023
-                accepted = acceptance.accept(
-                    logits,
-                    drafts,
-                    drafted,
-                    None,
-                    rows.sampling,
-                    rows.rules,
-                )
-                logprobs = sampling.token_logprobs(
-                    logits,
-                    accepted.tokens,
-                    20,
-                    rows.wants_logprobs,
-                )
-                return passes.commit(rows, accepted, drafted, logprobs)  # noqa: B023
-
-            def old() -> object:
-                rows = RowState(state, slots, sampled=True)  # noqa: B023
-                assert rows.sampling is not None
-                if query_len == 1:  # noqa: B023
-                    return sorted_draw(logits, rows.sampling)  # noqa: B023
-                return sorted_step(logits, drafts, drafted, rows, rows.sampling)  # noqa: B023
-
-            kind = "coupled" if coupled else "rejection"
+        for kind, top_k, top_p in (
+            ("coupled", 0, 1.0),
+            ("coupled", 50, 0.95),
+            ("rejection", 50, 0.95),
+        ):
+            state = make_state(num_reqs, vocab, kind == "coupled", top_k, top_p)
             name = f"{kind}, {'top_k 50, top_p 0.95' if top_k else 'temperature'}"
             labels = {"vocab": vocab, "rows": num_reqs * query_len, "setting": name}
-            times = both(new, old, num_reqs * query_len)
+            times = both(
+                partial(new_step, *inputs, state),
+                partial(sorted_step, *inputs, state),
+                num_reqs * query_len,
+            )
             results.append(report({"section": "step", **labels, **times, **floor}))
     return results
 

@@ -7,7 +7,7 @@ have cost it one load each: counts of the text, and the places of bans, are made
 need them.
 """
 
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,10 +17,21 @@ from torch import Tensor
 from specdec.kernels.launch import pdl_options, wait_for_inputs
 from specdec.kernels.weights_triton import flat_rows, row_stride_of
 
-if TYPE_CHECKING:
-    from specdec.verifier.processors import RuleRows
-
 _CHUNK = 1024
+
+
+class RuleTensors(NamedTuple):
+    """The rules of all requests, and of a batch's rows the text that they look at."""
+
+    slots: Tensor  # [R] int64: the state row of each request of the batch
+    text: Tensor  # [S, L + 1] int32
+    seq_lens: Tensor  # [R] int64
+    prompt_lens: Tensor  # [R] int64
+    bias: Tensor  # [S, V] float32
+    penalties: Tensor  # [S, 3] float32
+    min_tokens: Tensor  # [S] int64
+    stop_ids: Tensor  # [S, a power of two] int64; -1 is none
+    bad_words: Tensor  # [S, words, length], powers of two, int64
 
 
 @triton.jit
@@ -138,34 +149,16 @@ def _rules_kernel(
         tl.store(out + (request * Q + step) * vocab_size + ids, values, mask=inside)
 
 
-def apply_rules(logits: Tensor, draft_ids: Tensor, rows: "RuleRows") -> Tensor:
+def apply_rules(logits: Tensor, draft_ids: Tensor, rules: RuleTensors) -> Tensor:
     """``specdec.verifier.processors.apply_rules``."""
-    logits, rules = flat_rows(logits), rows.rules
+    logits, draft_ids = flat_rows(logits), draft_ids.contiguous()
     num_reqs, query_len, vocab_size = logits.shape
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     if num_reqs:
         _rules_kernel[(num_reqs, triton.cdiv(vocab_size, _CHUNK))](
-            logits,
-            out,
-            rows.slots,
-            rows.text,
-            rows.seq_lens,
-            rows.prompt_lens,
-            draft_ids.contiguous(),
-            rules.bias,
-            rules.penalties,
-            rules.min_tokens,
-            rules.stop_ids,
-            rules.bad_words,
-            vocab_size,
-            row_stride_of(logits),
-            rows.text.stride(0),
-            Q=query_len,
-            NUM_STOPS=rules.stop_ids.shape[1],
-            NUM_WORDS=rules.bad_words.shape[1],
-            WORD_LEN=rules.bad_words.shape[2],
-            CHUNK=_CHUNK,
-            num_warps=8,
-            **pdl_options(logits),
-        )
+            logits, out, *rules[:4], draft_ids, *rules[4:], vocab_size, row_stride_of(logits),
+            rules.text.stride(0), Q=query_len, NUM_STOPS=rules.stop_ids.shape[1],
+            NUM_WORDS=rules.bad_words.shape[1], WORD_LEN=rules.bad_words.shape[2], CHUNK=_CHUNK,
+            num_warps=8, **pdl_options(logits),
+        )  # fmt: skip
     return out

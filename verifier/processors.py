@@ -7,10 +7,14 @@ Shape letters: S state rows, R requests, Q query length, V vocabulary, L context
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from specdec.kernels.rules_triton import RuleTensors
 
 # Limits of the per-row tables; a request that needs more is refused by name.
 MAX_STOP_IDS = 32
@@ -46,6 +50,24 @@ class RuleRows:
     def tokens(self) -> Tensor:  # [R, L] int32
         return self.text[self.slots, :-1]
 
+    @property
+    def tensors(self) -> "RuleTensors":
+        """The same, as the kernel of a GPU reads it."""
+        from specdec.kernels.rules_triton import RuleTensors
+
+        rules = self.rules
+        return RuleTensors(
+            slots=self.slots,
+            text=self.text,
+            seq_lens=self.seq_lens,
+            prompt_lens=self.prompt_lens,
+            bias=rules.bias,
+            penalties=rules.penalties,
+            min_tokens=rules.min_tokens,
+            stop_ids=rules.stop_ids,
+            bad_words=rules.bad_words,
+        )
+
 
 def apply_rules(logits: Tensor, draft_ids: Tensor, rows: RuleRows) -> Tensor:
     """The logits under every row's rules.
@@ -61,7 +83,7 @@ def apply_rules(logits: Tensor, draft_ids: Tensor, rows: RuleRows) -> Tensor:
     if logits.is_cuda:
         from specdec.kernels import rules_triton
 
-        return rules_triton.apply_rules(logits, draft_ids, rows)
+        return rules_triton.apply_rules(logits, draft_ids, rows.tensors)
     ruled = logits + rows.rules.bias[rows.slots][:, None]
     ruled = _penalise(ruled, draft_ids, rows)
     ruled = _ban_bad_words(ruled, draft_ids, rows)

@@ -54,7 +54,7 @@ def test_rules(query_len, monkeypatch) -> None:
     if query_len > 1:
         drafts[2, :2], drafts[6, 0] = torch.tensor([3, 5]), 4
     wanted = processors.apply_rules(logits, drafts, rows)
-    result = rules_triton.apply_rules(logits, drafts, rows)
+    result = rules_triton.apply_rules(logits, drafts, rows.tensors)
     torch.testing.assert_close(result, wanted, rtol=1e-6, atol=1e-6, equal_nan=True)
     changed = (wanted != logits).any(-1).any(-1)
     assert changed[[0, 2, 3, 4, 5, 6]].all() and not changed[7]
