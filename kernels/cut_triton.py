@@ -28,7 +28,7 @@ from specdec.kernels.weights_triton import (
 )
 
 # Candidates of a row that one program takes in at once.
-MAX_CANDIDATES = 1024
+MAX_CANDIDATES = 2048
 # No number of tokens, and no mass, comes near.
 _NEVER = tl.constexpr(1 << 62)
 

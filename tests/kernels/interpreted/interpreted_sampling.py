@@ -61,12 +61,12 @@ def test_a_whole_vocabulary(monkeypatch) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "count"),
-    [((1.0, 3, 1.0, 0.0), 3), ((2.0, 0, 0.25, 0.0), 500), ((1.0, 1500, 0.5, 0.0), 750)],
+    [((1.0, 3, 1.0, 0.0), 3), ((2.0, 0, 0.25, 0.0), 600), ((1.0, 1500, 0.5, 0.0), 750)],
 )
 def test_equal_logits_at_a_border_keep_the_lower_ids(kind, count) -> None:
     """More equal logits than candidates fit, so that ids alone decide."""
-    rows, logits = sampling_rows([kind]), torch.full((1, 1, 2100), 0.7)
-    logits[..., 2000:] = -200.0
+    rows, logits = sampling_rows([kind]), torch.full((1, 1, 2500), 0.7)
+    logits[..., 2400:] = -200.0
     result = sampler_triton.log_probs(logits, rows)
     assert (result > -INF).nonzero()[:, 2].tolist() == list(range(count))
 
