@@ -53,7 +53,7 @@ def _commit(
     do_not_specialize=["token_stride", "column_stride"],
     do_not_specialize_on_alignment=[
         *("targets", "finite", "draft_ids", "num_drafted", "slots", "tokens"),
-        *("seq_len_column", "end_column", "stop_ids", "packed", "num_accepted"),
+        *("seq_len_column", "end_column", "seed_column", "stop_ids", "packed", "num_accepted"),
     ],
 )
 def _accept_kernel(
@@ -65,6 +65,7 @@ def _accept_kernel(
     tokens,
     seq_len_column,
     end_column,
+    seed_column,
     stop_ids,  # [S, NUM_STOPS] int64
     packed,  # [R, Q + 4] int64
     num_accepted,  # [R] int64
@@ -89,7 +90,8 @@ def _accept_kernel(
     seq_len = tl.load(seq_len_column + slot * column_stride)
     agrees = draft == target
     if SIMULATES:
-        key = row_key(slot, seq_len + steps, tl.full([], _SIMULATED, tl.int64))
+        seed = tl.load(seed_column + slot * column_stride) + slot
+        key = row_key(seed, seq_len + steps, tl.full([], _SIMULATED, tl.int64))
         rate = tl.load(rates + steps, mask=steps < Q - 1, other=0.0)
         agrees = uniform_from_key(key) < rate
     agrees = agrees & sound & (steps < drafted) & (steps < Q - 1)
@@ -196,6 +198,7 @@ def accept_and_commit(
         state.tokens,
         state.seq_len,
         state.end,
+        state.seed,
         state.stop_ids,
         packed,
         num_accepted,

@@ -25,6 +25,7 @@ class StateTensors(NamedTuple):
     end: Tensor  # [S] int64
     k: Tensor  # [S] int64
     draft_len: Tensor  # [S] int64
+    seed: Tensor  # [S] int64
     adapter: Tensor  # [S] int64
     stop_ids: Tensor  # [S, a power of two] int64: tokens that end a text; -1 is none
     block_size: int

@@ -3,6 +3,7 @@
 import itertools
 import secrets
 import threading
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -79,6 +80,9 @@ class Intake:
             )
         arrival = next(self._arrivals)
         seed = int(params.seed) if params.seed is not None else secrets.randbits(64)
+        if self.simulates:
+            # A run repeats itself, and prompts of one length are not given the same draws.
+            seed = zlib.crc32(repr(list(prompt_ids)).encode())
         coupled = self.acceptance == "coupled" or (
             self.acceptance == "auto" and params.seed is not None
         )

@@ -70,6 +70,21 @@ def test_a_run_repeats_itself(model: str) -> None:
     assert 0 < one.stats.accepted < one.stats.drafted
 
 
+def test_prompts_of_one_length_are_not_given_the_same_draws(model: str) -> None:
+    """Fault: draws were keyed by row and position alone, so that of many prompts of one length, one
+    after another, each was given the draws of the first: all measured the same few numbers.
+    """
+    with specdec.Engine(
+        model, "ngram", 4, device="cpu", max_num_seqs=1, simulated_acceptance=0.5, capture="lazy"
+    ) as engine:
+        params = specdec.SamplingParams(max_new_tokens=60, ignore_eos=True)
+        one, other, again = (
+            engine.generate([ids], params)[0].stats.accepted_per_step
+            for ids in ([1, 2, 3, 250], [1, 2, 4, 250], [1, 2, 3, 250])
+        )
+    assert one == again != other
+
+
 def test_the_text_is_marked_and_empty(model: str) -> None:
     result = run(model, 0.8, max_new_tokens=20)
     assert result.simulated

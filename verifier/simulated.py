@@ -27,8 +27,9 @@ def rates_by_position(value: float | Sequence[float], max_k: int) -> list[float]
 def simulated_agreement(rows: RowState, rates: Tensor, k: int) -> Tensor:
     """[R, k] bool: which drafts pass. ``rates`` [at least k] float32.
 
-    The draws are counter-based, keyed by the request's state row and the position in its text, so a
-    run repeats and padding changes nothing.
+    The draws are counter-based, keyed by the request's seed (its prompt's, see ``intake``), its
+    state row and the position in its text: a run repeats, padding changes nothing, and prompts of
+    one length that follow each other in one row are not all given the same draws.
     """
     positions = rows.seq_lens[:, None] + torch.arange(k, device=rates.device)
-    return uniform_noise(rows.slots, positions, SIMULATED) < rates[:k]
+    return uniform_noise(rows.simulation_keys, positions, SIMULATED) < rates[:k]

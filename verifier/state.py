@@ -209,6 +209,10 @@ class RowState:
             self.__dict__.setdefault(name, value)
 
     @property
+    def simulation_keys(self) -> Tensor:  # [R] int64
+        return self.state.column("seed")[self.slots] + self.slots
+
+    @property
     def tensors(self) -> "StateTensors":
         """The same state, as the kernels of a GPU read it."""
         from specdec.kernels.pass_triton import StateTensors
@@ -222,6 +226,7 @@ class RowState:
             end=column("end"),
             k=column("k"),
             draft_len=self.state.draft_len,
+            seed=column("seed"),
             adapter=column("adapter"),
             stop_ids=self.state.rules.stop_ids,
             block_size=self.state.block_size,

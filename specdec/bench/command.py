@@ -1,6 +1,7 @@
 """The benchmark as a command: ``specdec bench`` and ``bench/acceptance_vs_latency.py``."""
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -35,8 +36,8 @@ def bench(
     draft: Annotated[
         list[str] | None,
         typer.Option(
-            help="none, ngram, layer_skip:N, or a draft model of the same tokenizer. "
-            "May be given several times.",
+            help="none, ngram, suffix, layer_skip:N, eagle:PATH, medusa:PATH, mtp, auto, or a "
+            "draft model of the same tokenizer. May be given several times.",
             show_default="ngram",
         ),
     ] = None,
@@ -140,28 +141,46 @@ def bench(
         raise ValueError("--model and MODEL are the same; give one of them")
     if compare is not None:
         return _compare(*compare)
+    temperatures = parse_rates("--temperature", temperature)
+    try:
+        Path(out).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out {out}: no such folder can be made: {error.strerror}") from error
     chosen = model if model is not None else model_option
     if serve is not None:
         from specdec.bench.load import run_load, save_load, show_load
 
+        of_a_sweep = {
+            "--draft": draft, "--k": ks, "--num-reqs": num_reqs, "--context": context,
+            "--num-prompts": num_prompts, "--simulate-acceptance": simulate_acceptance,
+            "--peer": peer, "several values of --temperature": temperatures[1:] or None,
+        }  # fmt: skip
+        for option, value in of_a_sweep.items():
+            if value is not None:
+                raise ValueError(f"--serve takes a server as it is, without {option}")
         load = run_load(
             serve,
             model=chosen,
             rate=rate,
             num_requests=num_requests,
             prompts=prompts,
-            max_new_tokens=max_new_tokens or 128,
-            temperature=parse_rates("--temperature", temperature)[0],
+            max_new_tokens=max_new_tokens if max_new_tokens is not None else 128,
+            temperature=temperatures[0],
+            top_k=top_k,
+            top_p=top_p,
             seed=seed,
             ignore_eos=ignore_eos,
             chat=chat_template,
+            commit=commit,
         )
         show_load(load)
-        return save_load(load, out)
+        save_load(load, out)
+        if not load["completed"]:
+            raise ConnectionError(f"{serve}: no request was answered: {load['errors'][0]}")
+        return
     widths = parse_widths("--k", ks) if ks is not None else None
     counts = parse_numbers("--num-reqs", num_reqs) if num_reqs is not None else None
     contexts = parse_numbers("--context", context) if context is not None else (None,)
-    temperatures = parse_rates("--temperature", temperature)
     drafts = [draft_of(each) for each in draft or ["ngram"]]
     rates = [parse_rates("--simulate-acceptance", each) for each in simulate_acceptance or ()]
 
@@ -175,16 +194,18 @@ def bench(
     on_cpu = EngineConfig(device=device).torch_device.type == "cpu"
     if widths is None:
         widths = (0, 1, 2, 4, 8) if on_cpu else (*range(9), "auto")
+    if max_new_tokens is None:
+        max_new_tokens = 20 if on_cpu else 128
     settings = Settings(
         model=chosen,
         name=name,
         drafts=tuple(drafts),
         ks=widths if drafts != [None] else (0,),
-        num_reqs=counts or ((1, 4) if on_cpu else (1, 4, 16, 64)),
+        num_reqs=counts if counts is not None else ((1, 4) if on_cpu else (1, 4, 16, 64)),
         contexts=contexts,
         prompts=prompts,
         num_prompts=num_prompts if num_prompts is not None or not on_cpu else 4,
-        max_new_tokens=max_new_tokens or (20 if on_cpu else 128),
+        max_new_tokens=max_new_tokens,
         temperatures=temperatures,
         top_k=top_k,
         top_p=top_p,
@@ -215,7 +236,10 @@ def parse_numbers(name: str, text: str) -> tuple[int, ...]:
         first, dots, last = part.partition("..")
         if not first.strip().isdecimal() or (dots and not last.strip().isdecimal()):
             raise ValueError(f"{name} must be a list like 0,2,4 or a range like 0..8, got {text!r}")
-        numbers += range(int(first), int(last if dots else first) + 1)
+        between = range(int(first), int(last if dots else first) + 1)
+        if not between:
+            raise ValueError(f"{name}: a range goes upwards, got {text!r}")
+        numbers += between
     return tuple(sorted(set(numbers)))
 
 
@@ -259,12 +283,14 @@ def show(report: "Report") -> None:
     from rich.console import Console
 
     from specdec.bench import tables
-    from specdec.bench.report import caption, differing, startup_lines
+    from specdec.bench.report import caption, differing, repeated_prompts, startup_lines
 
     console = Console()
     console.print(f"\n{caption(report)}\n", highlight=False, soft_wrap=True)
     for line in differing(report):
-        console.print(f"[bold red]{line}[/bold red]", soft_wrap=True)
+        console.print(line, style="bold red", soft_wrap=True, markup=False)
+    for line in repeated_prompts(report):
+        console.print(line, style="yellow", soft_wrap=True)
     for table in tables.latency_tables(report) + tables.part_tables(report):
         console.print(table)
     console.print(tables.LEGEND + "\n", highlight=False)

@@ -2,7 +2,8 @@
 
 Latency: the same prompts ran in both, so each text is compared with itself. A point has changed
 where the 99% interval (Student's t) of the mean logarithm of the ratios of ms per token leaves out
-0, and by at least 3%: one machine is not equally fast in two runs. Acceptance: two shares of
+0, and by at least 3%: one machine is not equally fast in two runs. Texts that ran side by side
+shared their steps, and count as one observation. Acceptance: two shares of
 drafts (or two numbers of tokens per step) whose difference is beyond 99% of what draws of that
 many would give. Texts: greedy ones must be the same, whatever changed.
 """
@@ -60,6 +61,9 @@ def differences(first: Report, second: Report) -> list[str]:
         for name in sorted({*one, *other}):
             if one.get(name) != other.get(name):
                 lines.append(f"{section}.{name}: {one.get(name)} -> {other.get(name)}")
+    prompts = [report.get("prompts_digest") for report in (first, second)]
+    if prompts[0] != prompts[1]:
+        lines.append(f"prompts: {prompts[0]} -> {prompts[1]} (digests of their texts)")
     if first["commit"] != second["commit"]:
         lines.append(f"commit: {first['commit']} -> {second['commit']}")
     return lines
@@ -91,8 +95,12 @@ def _key(point: Point) -> tuple:
 
 
 def _workload(report: Report) -> dict[str, Any]:
-    names = ("prompts", "num_prompts", "max_new_tokens", "seed", "ignore_eos", "chat_template")
-    return {name: report["settings"][name] for name in names} | {"model": report["model"]["name"]}
+    names = ("num_prompts", "max_new_tokens", "seed", "ignore_eos", "chat_template")
+    settings = report["settings"]
+    made = {name: settings[name] for name in (*names, "top_k", "top_p")}
+    # Reports of before had the file's name alone.
+    made["prompts"] = report.get("prompts_digest", settings["prompts"])
+    return made | {"model": report["model"]["name"]}
 
 
 def _change(one: Point, other: Point, same_prompts: bool) -> Change:
@@ -115,28 +123,49 @@ def _change(one: Point, other: Point, same_prompts: bool) -> Change:
 
 def _latency(one: Point, other: Point, *, paired: bool) -> tuple[float, tuple[float, float]]:
     """Ratio of the geometric means of ms per token, and its 99% interval."""
-    logs = [
-        [math.log(ms) for ms in each["ms_per_token_by_text"] if ms > 0] for each in (one, other)
-    ]
-    if not logs[0] or not logs[1]:
+    times = one["ms_per_token_by_text"], other["ms_per_token_by_text"]
+    if not any(times[0]) or not any(times[1]):
         return 1.0, (0.0, math.inf)
-    if paired and len(logs[0]) == len(logs[1]):
-        deltas = [after - before for before, after in zip(*logs, strict=True)]
+    if paired and len(times[0]) == len(times[1]):
+        deltas = _by_wave(
+            [
+                math.log(after / before) if before and after else None
+                for before, after in zip(*times, strict=True)
+            ],
+            one["num_reqs"],
+        )
+        if not deltas:
+            return 1.0, (0.0, math.inf)
         mean, error, freedom = _mean(deltas), _error(deltas), len(deltas) - 1
     else:
+        logs = [
+            _by_wave([math.log(ms) if ms else None for ms in each], one["num_reqs"])
+            for each in times
+        ]
         mean = _mean(logs[1]) - _mean(logs[0])
         error = math.hypot(_error(logs[0]), _error(logs[1]))
         freedom = min(len(logs[0]), len(logs[1])) - 1
-    # Without a second text nothing is known of the noise.
+    # Without a second wave nothing is known of the noise.
     half = error * min((t for n, t in STUDENT.items() if n <= freedom), default=1.0)
     return math.exp(mean), (math.exp(mean - half), math.exp(mean + half))
+
+
+def _by_wave(values: list[float | None], num_reqs: int) -> list[float]:
+    """Means over the texts that ran side by side; None stands for a text without decode steps."""
+    waves = (values[start : start + num_reqs] for start in range(0, len(values), num_reqs))
+    known = ([value for value in wave if value is not None] for wave in waves)
+    return [_mean(wave) for wave in known if wave]
 
 
 def _shares_differ(one: Point, other: Point) -> bool:
     if not one["drafted"] or not other["drafted"]:
         return bool(one["drafted"]) != bool(other["drafted"])
     pooled = (one["accepted"] + other["accepted"]) / (one["drafted"] + other["drafted"])
-    spread = math.sqrt(pooled * (1 - pooled) * (1 / one["drafted"] + 1 / other["drafted"]))
+    # A prompt that ran twice tells nothing new.
+    drafted = [
+        p["drafted"] * p.get("distinct_texts", p["texts"]) / p["texts"] for p in (one, other)
+    ]
+    spread = math.sqrt(pooled * (1 - pooled) * sum(1 / count for count in drafted))
     return abs(one["acceptance_rate"] - other["acceptance_rate"]) > Z * spread
 
 

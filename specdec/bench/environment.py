@@ -22,7 +22,7 @@ def describe(device: torch.device, commit: str | None = None) -> dict[str, Any]:
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command_line(),
-        "commit": commit if commit is not None else _commit(),
+        "commit": commit if commit is not None else checkout_commit(),
         "device": _device(device),
         "versions": {
             "specdec": specdec.__version__,
@@ -72,7 +72,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _commit() -> str | None:
+def checkout_commit() -> str | None:
     """The checkout's commit, marked where files differ from it; None outside a checkout."""
     root = Path(specdec.__file__).resolve().parents[1]
     if not (root / ".git").exists():

@@ -26,6 +26,7 @@ def html_report(report: Report, plots: Mapping[str, Path]) -> str:
         report=report,
         caption=words.caption(report),
         differing=words.differing(report),
+        repeated=words.repeated_prompts(report),
         simulated=any(point["simulated"] is not None for point in report["points"]),
         images={name: base64.b64encode(path.read_bytes()).decode() for name, path in plots.items()},
         titles=TITLES,

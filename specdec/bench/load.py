@@ -15,7 +15,8 @@ from typing import Any
 
 from rich.console import Console
 
-from specdec.bench.environment import command_line
+import specdec
+from specdec.bench.environment import checkout_commit, command_line
 from specdec.bench.points import percentiles
 from specdec.bench.prompts import Prompt, load_prompts, spread
 from specdec.bench.report import digits
@@ -32,6 +33,9 @@ class Call:
     due: float
     chunk_times: list[float] = field(default_factory=list)
     tokens: int = 0
+    # Of the last event that belongs to the text: the one that tells why it ended may bring a token
+    # without characters, such as an end of sequence.
+    last_token: float = 0.0
     end: float = 0.0
     error: str | None = None
 
@@ -48,7 +52,7 @@ class Call:
         """
         if self.tokens < 2 or len(self.chunk_times) < 2:
             return None
-        return (self.chunk_times[-1] - self.chunk_times[0]) / (self.tokens - 1)
+        return (self.last_token - self.chunk_times[0]) / (self.tokens - 1)
 
 
 def arrivals(rate: float, count: int, seed: int) -> list[float]:
@@ -70,9 +74,12 @@ def run_load(
     prompts: str | None = None,
     max_new_tokens: int = 128,
     temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
     seed: int = 0,
     ignore_eos: bool = False,
     chat: bool = True,
+    commit: str | None = None,
 ) -> dict[str, Any]:
     """Send ``num_requests`` and return the report.
 
@@ -83,6 +90,8 @@ def run_load(
         raise ValueError(f"rate must be above 0, got {rate}")
     if num_requests < 1:
         raise ValueError(f"num_requests must be at least 1, got {num_requests}")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     try:
         import httpx
     except ImportError as error:
@@ -94,7 +103,7 @@ def run_load(
             listed = httpx.get(f"{base}/v1/models", timeout=30)
             listed.raise_for_status()
             model = listed.json()["data"][0]["id"]
-    except (httpx.HTTPError, KeyError, IndexError) as error:
+    except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
         raise ConnectionError(f"{url}: no model to ask for: {error}") from error
     options: dict[str, Any] = {
         "model": model,
@@ -103,8 +112,9 @@ def run_load(
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    if ignore_eos:
-        options["ignore_eos"] = True
+    # Servers differ in what they take beyond OpenAI's own: nothing is sent that was not asked for.
+    asked = {"ignore_eos": ignore_eos, "top_k": top_k, "top_p": top_p if top_p != 1.0 else None}
+    options |= {name: value for name, value in asked.items() if value}
     due = arrivals(rate, num_requests, seed)
     started = time.perf_counter()
     calls = asyncio.run(_all(base, options, chosen, due, chat, seed))
@@ -114,6 +124,8 @@ def run_load(
         "schema_version": SCHEMA_VERSION,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command_line(),
+        "commit": commit if commit is not None else checkout_commit(),
+        "versions": {"specdec": specdec.__version__, "httpx": httpx.__version__},
         "url": url,
         "settings": {
             "rate": rate,
@@ -177,7 +189,8 @@ async def _all(
             path = "/v1/chat/completions" if chat else "/v1/completions"
             try:
                 await _stream(client, base + path, body, call, begun)
-            except (httpx.HTTPError, ValueError) as error:
+            # Whatever a server sends, the other requests go on.
+            except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError) as error:
                 call.error = f"{type(error).__name__}: {error}"
             return call
 
@@ -202,16 +215,24 @@ async def _stream(client: Any, url: str, body: dict[str, Any], call: Call, begun
             if "error" in event:
                 raise ValueError(str(event["error"]))
             usage = event.get("usage") or usage
-            if any(_content(choice) for choice in event.get("choices", ())):
-                call.chunk_times.append(time.perf_counter() - begun - call.due)
+            choices = event.get("choices") or ()
+            now = time.perf_counter() - begun - call.due
+            if any(_content(choice) for choice in choices):
+                call.chunk_times.append(now)
+                call.last_token = now
+            elif any(choice.get("finish_reason") for choice in choices):
+                call.last_token = now
     call.end = time.perf_counter() - begun - call.due
-    if usage is None:
+    if usage is None or not isinstance(usage.get("completion_tokens"), int):
         raise ValueError("the server sent no usage, so its tokens cannot be counted")
     call.tokens = usage["completion_tokens"]
 
 
-def _content(choice: dict[str, Any]) -> str:
-    return choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+def _content(choice: dict[str, Any]) -> bool:
+    """Whether a choice brings a part of the text: what a model thinks or calls is one too."""
+    delta = choice.get("delta") or {}
+    parts = ("content", "reasoning_content", "reasoning", "refusal", "tool_calls", "function_call")
+    return bool(choice.get("text") or any(delta.get(name) for name in parts))
 
 
 def show_load(load: dict[str, Any]) -> None:
@@ -231,10 +252,11 @@ def show_load(load: dict[str, Any]) -> None:
         "whole request": "end_to_end_ms",
     }
     for label, name in rows.items():
-        table.add_row(label, *(digits(value) for value in load[name].values()))
+        values = load[name].values()
+        table.add_row(label, *(digits(value) if any(values) else "-" for value in values))
     console.print(table)
     for error in load["errors"]:
-        console.print(f"[bold red]failed: {error}[/bold red]", highlight=False)
+        console.print(f"failed: {error}", style="bold red", highlight=False, markup=False)
 
 
 def save_load(load: dict[str, Any], folder: str) -> None:

@@ -31,6 +31,12 @@ class PartTimer:
         self._saved = self.runner.state.ints.clone()
         self._context = 0
 
+    def most_context(self, num_reqs: int, k: int) -> int:
+        """Committed tokens that each of ``num_reqs`` rows can have and still run a step of k."""
+        state = self.runner.state
+        of_pool = self.step.kv_cache.num_blocks // num_reqs * state.block_size
+        return min(state.max_model_len, of_pool) - 1 - k
+
     @torch.inference_mode()
     def rows_at(self, num_reqs: int, context: int, k: int, temperature: float = 0.0) -> None:
         """``num_reqs`` rows with ``context`` committed tokens, blocks of their own and room.

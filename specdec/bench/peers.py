@@ -5,6 +5,7 @@ here: a peer that is missing is refused with the line that installs it.
 """
 
 import importlib.util
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -219,6 +220,8 @@ PEERS: dict[str, type[Peer]] = {
     "flashspec": FlashspecPeer,
     "economize": EconomizePeer,
 }
+# Drafters that no other engine here has. A path is none of them.
+OWN_DRAFTERS = re.compile(r"(ngram|suffix|mtp|auto)$|(ngram|suffix)\+|(layer_skip|eagle|medusa):")
 # Those that draft with a model of their own only.
 NEEDS_MODEL = ("flashspec", "economize")
 
@@ -230,7 +233,7 @@ def check_peers(names: Sequence[str], draft: str | None) -> None:
             raise ValueError(f"--peer must be one of {', '.join(PEERS)}, got {name!r}")
         if importlib.util.find_spec(name) is None:
             raise ValueError(f"--peer {name} is not installed here: {INSTALL[name]}")
-        is_model = draft not in (None, NGRAM) and not str(draft).startswith("layer_skip")
+        is_model = draft is not None and not OWN_DRAFTERS.match(draft)
         if not is_model and (draft not in (None, NGRAM) or name in NEEDS_MODEL):
             raise ValueError(f"--peer {name} has no drafter like {draft!r}; give a draft model")
 

@@ -20,7 +20,7 @@ from specdec.bench.report import (
 )
 
 PLOTS = ("latency", "speedup", "positions")
-MAX_PANELS = 4
+PANELS_A_ROW = 4
 
 
 def plot_report(report: Report, stem: Path) -> dict[str, Path]:
@@ -56,15 +56,11 @@ def _latency(report: Report, pyplot: Any) -> Any:
         point = points[0]
         key = (point["num_reqs"], point["context"], point["temperature"])
         panels.setdefault(key, []).append(points)
-    shown = list(panels.items())[:MAX_PANELS]
-    figure, axes = pyplot.subplots(
-        1,
-        len(shown),
-        figsize=(max(5.5 * len(shown), 6.5), 4.4),
-        layout="constrained",
-        squeeze=False,
-    )
-    for axis, ((num_reqs, context, temperature), curves) in zip(axes[0], shown, strict=True):
+    wide = min(len(panels), PANELS_A_ROW)
+    high = -(-len(panels) // PANELS_A_ROW)
+    figure = pyplot.figure(figsize=(max(5.5 * wide, 6.5), 4.4 * high), layout="constrained")
+    for panel, ((num_reqs, context, temperature), curves) in enumerate(panels.items(), start=1):
+        axis = figure.add_subplot(high, wide, panel)
         for number, points in enumerate(curves):
             real = points[0]["simulated"] is None
             xs = [point["mean_tokens_per_step"] for point in points]
@@ -94,11 +90,14 @@ def _latency(report: Report, pyplot: Any) -> Any:
 def crossover(counts: Sequence[int], speedups: Sequence[float]) -> float | None:
     """The number of requests from which on speculation no longer pays, None where it never turns.
 
+    Where it pays again later, it is the last turn that counts, or none if that is upwards.
     Between two measured counts the speed-up is taken as a line over the logarithm of the count.
     """
     pairs = list(zip(counts, speedups, strict=True))
-    for (low, before), (high, after) in itertools.pairwise(pairs):
-        if before >= 1 > after:
+    for (low, before), (high, after) in reversed(list(itertools.pairwise(pairs))):
+        if after >= 1:
+            return None
+        if before >= 1:
             share = (before - 1) / (before - after)
             return math.exp(math.log(low) + share * (math.log(high) - math.log(low)))
     return None

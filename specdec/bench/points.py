@@ -15,7 +15,7 @@ Z = 1.959964
 NGRAM = 4
 
 
-def wilson(successes: int, trials: int) -> tuple[float, float]:
+def wilson(successes: float, trials: float) -> tuple[float, float]:
     """The 95% score interval of a share (Wilson, 1927); (0, 1) without a trial.
 
     It takes trials for independent. Drafts of one text are not quite, so true intervals are wider.
@@ -46,6 +46,8 @@ class Acceptance:
     """Drafted and accepted tokens of some texts."""
 
     texts: int = 0
+    # The others are those of a prompt that ran before, which tell nothing new of acceptance.
+    distinct_texts: int = 0
     tokens: int = 0
     steps: int = 0
     drafted: int = 0
@@ -56,9 +58,10 @@ class Acceptance:
     ngrams: int = 0  # runs of four tokens
     distinct_ngrams: int = 0  # that occur for the first time in their text
 
-    def add(self, text: TimedText) -> None:
+    def add(self, text: TimedText, is_distinct: bool = True) -> None:
         stats = text.stats
         self.texts += 1
+        self.distinct_texts += is_distinct
         self.tokens += len(text.token_ids)
         self.steps += stats.steps
         self.drafted += stats.drafted
@@ -84,11 +87,12 @@ class Acceptance:
         missing = [0] * (len(self.drafted_by_position) - len(self.accepted_by_position))
         accepted = self.accepted_by_position + missing
         pairs = list(zip(accepted, self.drafted_by_position, strict=True))
+        share = self.distinct_texts / self.texts if self.texts else 1.0
         return asdict(self) | {
             "accepted_by_position": accepted,
             "acceptance_rate": self.acceptance_rate,
             "acceptance_by_position": [a / d for a, d in pairs],
-            "acceptance_intervals": [list(wilson(a, d)) for a, d in pairs],
+            "acceptance_intervals": [list(wilson(share * a, share * d)) for a, d in pairs],
             "mean_tokens_per_step": self.mean_tokens_per_step,
             "repeated_share": 1 - self.distinct_ngrams / self.ngrams if self.ngrams else 0.0,
         }
@@ -107,6 +111,7 @@ class Runs:
 
     texts: list[TimedText] = field(default_factory=list)
     categories: list[str] = field(default_factory=list)
+    are_distinct: list[bool] = field(default_factory=list)
     records: list[StepRecord] = field(default_factory=list)
     seconds: float = 0.0
     peak_gpu_memory_bytes: int | None = None
@@ -116,19 +121,26 @@ def point(runs: Runs) -> dict[str, Any]:
     """What one point says of acceptance, latency, throughput and graphs."""
     total = Acceptance()
     by_category: dict[str, Acceptance] = defaultdict(Acceptance)
-    for text, category in zip(runs.texts, runs.categories, strict=True):
-        total.add(text)
-        by_category[category].add(text)
+    marks = zip(runs.texts, runs.categories, runs.are_distinct, strict=True)
+    for text, category, is_distinct in marks:
+        total.add(text, is_distinct)
+        by_category[category].add(text, is_distinct)
     # The first token is the prefill's; what follows it is the steps'.
     tokens = sum(text.decode_tokens for text in runs.texts)
     seconds = sum(text.decode_seconds for text in runs.texts)
-    per_token = [1e3 * t.decode_seconds / t.decode_tokens for t in runs.texts if t.decode_tokens]
+    by_text = [1e3 * t.decode_seconds / max(t.decode_tokens, 1) for t in runs.texts]
+    per_token = [ms for ms, t in zip(by_text, runs.texts, strict=True) if t.decode_tokens]
     decodes = [record for record in runs.records if record.descriptor.uniform]
     rows = sum(record.num_reqs for record in decodes)
     return {
         **total.to_json(),
         "mean_k": sum(r.k * r.num_reqs for r in decodes) / rows if rows else 0.0,
-        "mean_context": _mean([t.prompt_tokens + len(t.token_ids) / 2 for t in runs.texts]),
+        # As one row's step sees it, which is also how ms_per_step is made.
+        "mean_num_reqs": sum(r.num_reqs**2 for r in decodes) / rows if rows else 0.0,
+        "mean_context": _mean(
+            [t.prompt_tokens + len(t.token_ids) / 2 for t in runs.texts],
+            [t.stats.steps for t in runs.texts],
+        ),
         "ms_per_step": 1e3 * seconds / total.steps if total.steps else 0.0,
         # Amortised: each text's mean. Raw: the gaps between tokens, 0 inside a step.
         "ms_per_token": {"mean": 1e3 * seconds / tokens if tokens else 0.0}
@@ -142,7 +154,9 @@ def point(runs: Runs) -> dict[str, Any]:
         "peak_gpu_memory_bytes": runs.peak_gpu_memory_bytes,
         **graph_use(runs.records),
         "by_category": {name: part.to_json() for name, part in by_category.items()},
-        "ms_per_token_by_text": [round(ms, 5) for ms in per_token],
+        # 0 for a text of one token.
+        "ms_per_token_by_text": [round(ms, 5) for ms in by_text],
+        "errors": [text.error or "" for text in runs.texts if text.finish_reason == "error"],
         "texts_digest": digest([text.token_ids for text in runs.texts]),
     }
 
@@ -166,5 +180,6 @@ def digest(texts: Sequence[Sequence[int]]) -> str:
     return hashlib.sha256(repr([list(ids) for ids in texts]).encode()).hexdigest()[:16]
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
+def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
+    total = sum(weights)
+    return sum(v * w for v, w in zip(values, weights, strict=True)) / total if total else 0.0

@@ -1,5 +1,6 @@
 """Prompt files: JSON lines in the format of Spec-Bench, ``{"id", "category", "turns"}``."""
 
+import hashlib
 import json
 from collections import defaultdict
 from dataclasses import dataclass
@@ -30,11 +31,14 @@ def load_prompts(path: str | Path | None = None) -> list[Prompt]:
     else:
         if not Path(path).is_file():
             raise FileNotFoundError(f"prompts: no such file: {path}")
-        text = Path(path).read_text(encoding="utf-8")
         name = str(path)
+        try:
+            text = Path(path).read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"prompts: {name} is not a text in UTF-8 ({error.reason})") from error
     prompts = [
         _parse(line, f"prompts: {name}, line {number}")
-        for number, line in enumerate(text.splitlines(), start=1)
+        for number, line in enumerate(text.split("\n"), start=1)
         if line.strip()
     ]
     if not prompts:
@@ -53,7 +57,13 @@ def _parse(line: str, where: str) -> Prompt:
     if not isinstance(turns, list) or not turns or not isinstance(turns[0], str) or not turns[0]:
         raise ValueError(f"{where}: turns must be a list whose first entry is a text")
     identifier = row.get("id", row.get("question_id", where))
-    return Prompt(id=str(identifier), category=str(row.get("category", "all")), text=turns[0])
+    return Prompt(id=str(identifier), category=str(row.get("category") or "all"), text=turns[0])
+
+
+def prompts_digest(prompts: list[Prompt]) -> str:
+    """A short name for these prompts, whatever file they came from."""
+    rows = [(prompt.category, prompt.text) for prompt in prompts]
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
 
 
 def spread(prompts: list[Prompt], count: int | None) -> list[Prompt]:

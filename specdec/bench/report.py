@@ -164,9 +164,26 @@ def startup_lines(report: Report) -> list[str]:
     return lines
 
 
+def repeated_prompts(report: Report) -> list[str]:
+    """One line for each length of prompts that is more than their texts have."""
+    have = report["engines"][0].get("prompt_text_tokens", 0)
+    return [
+        f"Prompts of {context} tokens say their {have} tokens of text over and over, which "
+        "flatters drafters that look words up; give more with --prompts."
+        for context in report["settings"]["contexts"]
+        if context is not None and have and context > have
+    ]
+
+
 def differing(report: Report) -> list[str]:
-    """One line for each point or peer whose texts are not those of k=0, as they must be."""
+    """One line for each point that failed or whose texts, or a peer's, are not those of k=0."""
     lines = [
+        f"{group_title(point)}, k={point['k']}: {len(point['errors'])} of {point['texts']} texts "
+        f"ended with an error, the first with: {point['errors'][0]}"
+        for point in report["points"]
+        if point.get("errors")
+    ]
+    lines += [
         f"{group_title(point)}, k={point['k']}: {point['texts'] - point['texts_equal_to_k0']} of "
         f"{point['texts']} texts differ from those of k=0"
         for point in report["points"]

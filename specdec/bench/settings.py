@@ -3,6 +3,8 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from specdec.bench.report import draft_label
+
 AUTO = "auto"
 Width = int | str  # drafts per step: a number, or "auto"
 
@@ -57,10 +59,21 @@ class Settings:
         numbers = [k for k in self.ks if isinstance(k, int)]
         if not self.ks or min(numbers, default=0) < 0 or set(self.ks) - {*numbers, AUTO}:
             raise ValueError(f"ks must be numbers of at least 0 or 'auto', got {self.ks}")
-        for name in ("drafts", "num_reqs", "contexts", "temperatures"):
+        for name in ("drafts", "num_reqs", "contexts", "temperatures", "simulate"):
             values = getattr(self, name)
-            if not values or len(set(values)) != len(values):
+            if (not values and name != "simulate") or len(set(values)) != len(values):
                 raise ValueError(f"{name} must be different values, at least one, got {values}")
+        labels = [draft_label(draft) for draft in self.drafts]
+        for label in labels:
+            if labels.count(label) > 1:
+                raise ValueError(f"drafts: the report would call two of them {label!r}: rename one")
+        if self.max_new_tokens < 2:
+            raise ValueError(
+                "max_new_tokens must be at least 2: the first token of a text is no decode step's, "
+                f"got {self.max_new_tokens}"
+            )
+        if self.num_prompts is not None and self.num_prompts < 1:
+            raise ValueError(f"num_prompts must be at least 1, got {self.num_prompts}")
         if min(self.num_reqs) < 1:
             raise ValueError(f"num_reqs must be numbers of at least 1, got {self.num_reqs}")
         if any(context is not None and context < 1 for context in self.contexts):

@@ -20,7 +20,7 @@ from specdec.bench.floor import copy_bandwidth, step_bytes, weight_bytes
 from specdec.bench.parts import PartTimer
 from specdec.bench.peers import NGRAM, Task, exported, run_peer
 from specdec.bench.points import Runs, point
-from specdec.bench.prompts import Prompt, load_prompts, of_length, spread
+from specdec.bench.prompts import Prompt, load_prompts, of_length, prompts_digest, spread
 from specdec.bench.settings import AUTO, Settings, Width
 from specdec.config import DTYPES
 from specdec.engine import Engine
@@ -29,6 +29,7 @@ from specdec.timed import run_timed
 
 SCHEMA_VERSION = 2
 WARMUP_PROMPT_TOKENS = 8
+SYNTHETIC = "of a given length"
 Progress = Callable[[str], None]
 
 
@@ -49,7 +50,7 @@ def run_sweep(
             with group.engine as engine:
                 if not engines:
                     bandwidth = copy_bandwidth(engine.device)
-                    report |= _head(engine, settings, len(prompts), commit)
+                    report |= _head(engine, settings, prompts, commit)
                 group.bandwidth = bandwidth
                 points += group.points(progress)
                 engines.append(group.facts())
@@ -65,13 +66,14 @@ def run_sweep(
 
 
 def _head(
-    engine: Engine, settings: Settings, num_prompts: int, commit: str | None
+    engine: Engine, settings: Settings, prompts: list[Prompt], commit: str | None
 ) -> dict[str, Any]:
     return {
         "schema_version": SCHEMA_VERSION,
         **describe(engine.device, commit),
         "model": _model_facts(engine, settings),
-        "settings": settings.to_json() | {"ks": settings.widths, "num_prompts": num_prompts},
+        "settings": settings.to_json() | {"ks": settings.widths, "num_prompts": len(prompts)},
+        "prompts_digest": prompts_digest(prompts),
     }
 
 
@@ -92,6 +94,8 @@ class _Group:
         self.rates = rates
         self.bandwidth = 0.0
         self.warmup_seconds = 0.0
+        # Tokens of all prompts together, of which those of a given length are made.
+        self.text_tokens = 0
         # Prompts and greedy texts without drafts, for peers.
         self.reference: tuple[list[list[int]], list[list[int]]] | None = None
         numbers = [k for k in settings.widths if isinstance(k, int)]
@@ -130,14 +134,16 @@ class _Group:
                 "warmup_seconds": self.warmup_seconds,
             },
             "weight_bytes": weight_bytes(step.model),
+            "prompt_text_tokens": self.text_tokens,
             "kv_blocks": engine.stats().total_kv_blocks,
             "crossover": [asdict(row) for row in engine.crossover()],
         }
 
     def points(self, progress: Progress) -> list[dict[str, Any]]:
         made: list[dict[str, Any]] = []
-        for context in self.settings.contexts:
-            ids = self._token_ids(context)
+        # Before any is measured: a length may be refused.
+        contexts = {context: self._token_ids(context) for context in self.settings.contexts}
+        for context, ids in contexts.items():
             # Simulated acceptance takes no seeds; sampling would not change what it costs much.
             for temperature in self.settings.temperatures if self.rates is None else (0.0,):
                 for num_reqs in self.settings.num_reqs:
@@ -150,7 +156,11 @@ class _Group:
     def _token_ids(self, context: int | None) -> list[list[int]]:
         if context is None:
             return [_token_ids(self.engine, prompt.text, self.settings) for prompt in self.prompts]
+        most = self.engine.max_model_len - 1
+        if context > most:
+            raise ValueError(f"contexts: {context} is too long, at most {most} tokens fit here")
         texts = [_encode(self.engine, prompt.text) for prompt in self.prompts]
+        self.text_tokens = sum(len(text) for text in texts)
         return of_length(texts, context)
 
     def _params(self, case: "_Case", number: int, k: Width, max_new_tokens: int) -> SamplingParams:
@@ -169,8 +179,8 @@ class _Group:
         """Use every graph once: some are captured on first use, which belongs here."""
         started = time.perf_counter()
         for wave in _waves(len(ids), case.num_reqs):
-            params = [self._params(case, number, 0, 1) for number in wave]
-            run_timed(self.engine, [ids[number] for number in wave], params)
+            params = [self._params(case, number, 0, 1) for number in wave.values()]
+            run_timed(self.engine, [ids[number] for number in wave.values()], params)
         counts = {case.num_reqs}
         if case.temperature > 0:
             table = self.engine.graph_table()
@@ -190,19 +200,29 @@ class _Group:
         runs = {k: Runs() for k in widths}
         on_gpu = engine.device.type == "cuda"
         for wave in _waves(len(ids), case.num_reqs):
+            # Simulated acceptance is drawn by row too; otherwise the same prompt has the same text.
+            are_distinct = [
+                self.rates is not None or position == number for position, number in wave.items()
+            ]
             for k in widths:
                 params = [
-                    self._params(case, number, k, self.settings.max_new_tokens) for number in wave
+                    self._params(case, number, k, self.settings.max_new_tokens)
+                    for number in wave.values()
                 ]
                 launches = _num_launches(engine)
                 if on_gpu:
                     torch.cuda.reset_peak_memory_stats(engine.device)
                 started = time.perf_counter()
-                texts = run_timed(engine, [ids[number] for number in wave], params)
+                texts = run_timed(engine, [ids[number] for number in wave.values()], params)
                 run = runs[k]
                 run.seconds += time.perf_counter() - started
                 run.texts += texts
-                run.categories += [self.prompts[number].category for number in wave]
+                run.categories += [
+                    # One of a given length goes on with texts of other kinds.
+                    self.prompts[number].category if case.context is None else SYNTHETIC
+                    for number in wave.values()
+                ]
+                run.are_distinct += are_distinct
                 run.records += engine.recent_steps(_num_launches(engine) - launches)
                 if on_gpu:
                     peak = torch.cuda.max_memory_allocated(engine.device)
@@ -223,7 +243,7 @@ class _Group:
         equal = sum(
             text.token_ids == wanted for text, wanted in zip(runs[k].texts, plain, strict=True)
         )
-        floor = self._floor(case.num_reqs, made["mean_k"], made["mean_context"])
+        floor = self._floor(made["mean_num_reqs"], made["mean_k"], made["mean_context"])
         return {
             "draft": self.draft,
             "simulated": self.rates,
@@ -275,7 +295,7 @@ class _Group:
                 row["versus_specdec"] = row["decode_tokens_per_second"] / alone[row["k"]]
         return rows
 
-    def _floor(self, num_reqs: int, k: float, context: float) -> dict[str, float]:
+    def _floor(self, num_reqs: float, k: float, context: float) -> dict[str, float]:
         step = self.engine._runner.step
         read = step_bytes(step.model, step.drafter, num_reqs, k, context)
         floor = {name: 1e3 * count / self.bandwidth for name, count in read.items()}
@@ -286,7 +306,8 @@ class _Group:
         if not self.settings.parts or not isinstance(k, int) or case.temperature > 0:
             return None
         timer = PartTimer(self.engine, 15 if self.engine.device.type == "cuda" else 2)
-        return timer.parts(case.num_reqs, k, max(int(context), 2))
+        most = timer.most_context(case.num_reqs, k)
+        return timer.parts(case.num_reqs, k, min(max(int(context), 2), most)) if most > 1 else None
 
     def _label(self, case: "_Case") -> str:
         words = [f"{self.draft or 'no drafter'}, {case.num_reqs} side by side"]
@@ -319,10 +340,13 @@ def _encode(engine: Engine, text: str) -> list[int]:
     return engine.tokenizer.encode(text)
 
 
-def _waves(num_prompts: int, num_reqs: int) -> Iterator[list[int]]:
-    """Numbers of the prompts that run side by side; the last wave is filled up from the front."""
+def _waves(num_prompts: int, num_reqs: int) -> Iterator[dict[int, int]]:
+    """What runs side by side, {position: number of the prompt}.
+
+    The last wave is filled up from the front: there positions go past the prompts.
+    """
     for start in range(0, num_prompts, num_reqs):
-        yield [number % num_prompts for number in range(start, start + num_reqs)]
+        yield {position: position % num_prompts for position in range(start, start + num_reqs)}
 
 
 def _num_launches(engine: Engine) -> int:

@@ -99,3 +99,30 @@ def test_the_command_says_what_changed(
     nothing = json.loads(json.dumps(base)) | {"points": []}
     with pytest.raises(ValueError, match="no point in common"):
         compare.compare(base, nothing)
+
+
+def test_texts_side_by_side_are_one_observation(result: Report) -> None:
+    """Fault: 16 texts of one wave, which shared every step and so the same slow spell, were taken
+    for 16 observations: a few percent of difference was "beyond noise".
+    """
+    slower = [10.0 * 1.08 + 0.01 * i for i in range(16)]
+    for num_reqs, is_known in ((1, True), (4, True), (16, False)):
+        first = edited(result, ms_per_token_by_text=[10.0] * 16, num_reqs=num_reqs)
+        second = edited(result, ms_per_token_by_text=slower, num_reqs=num_reqs)
+        for each in (first, second):
+            each["points"] = each["points"][:1]
+        (change,) = compare.compare(first, second)
+        assert change.latency_changed == is_known
+        assert change.latency_ratio == pytest.approx(1.0875, abs=1e-3)
+
+
+def test_texts_of_other_prompts_or_another_top_p_are_not_compared(base: Report) -> None:
+    """Fault: they were called different in red, as if speculation had changed them."""
+    for change in ({"settings": base["settings"] | {"top_p": 0.5}}, {"prompts_digest": "0" * 16}):
+        other = edited(base, texts_digest="0" * 16) | change
+        assert {each.texts_changed for each in compare.compare(base, other)} == {None}
+        (line,) = compare.differences(base, other)
+        assert "top_p" in line or "prompts" in line
+    moved = json.loads(json.dumps(base))
+    moved["settings"]["prompts"] = "the/same/file/elsewhere.jsonl"
+    assert {each.texts_changed for each in compare.compare(base, moved)} == {False, None}

@@ -29,6 +29,12 @@ def test_a_peer_that_is_missing_is_refused_with_the_install_line(
         peers.check_peers(["flashspec"], "ngram")
     with pytest.raises(ValueError, match="transformers has no drafter like 'layer_skip:2'"):
         peers.check_peers(["transformers"], "layer_skip:2")
+    # Fault: they were taken for paths of models, and failed after the whole sweep.
+    for draft in ("suffix", "mtp", "auto", "eagle:head", "medusa:head", "suffix+some/model"):
+        with pytest.raises(ValueError, match="transformers has no drafter like"):
+            peers.check_peers(["transformers"], draft)
+    for draft in (None, "ngram", "some/eagle", "suffix/model"):
+        peers.check_peers(["transformers"], draft)
     with pytest.raises(ValueError, match="temperatures must hold 0"):
         Settings(peers=("transformers",), temperatures=(0.5,))
 

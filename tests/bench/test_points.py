@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from specdec.bench.plot import crossover
-from specdec.bench.points import Acceptance, digest, percentiles, wilson
-from specdec.outputs import GenerationStats
+from specdec.bench.points import Acceptance, Runs, digest, percentiles, point, wilson
+from specdec.outputs import GenerationStats, StepRecord
 from specdec.timed import TimedText
+from specdec.verifier.modes import BatchDescriptor
 
 
 @pytest.mark.parametrize(
@@ -72,3 +73,52 @@ def test_the_crossover_lies_where_the_line_meets_one() -> None:
     assert crossover([1, 4, 16], [1.5, 1.0, 0.5]) == pytest.approx(4.0)
     assert crossover([1, 4, 16], [1.5, 1.2, 1.1]) is None
     assert crossover([1, 4], [0.5, 0.4]) is None
+
+
+def test_the_crossover_is_not_where_speculation_pays_again_later() -> None:
+    """Fault: the first dip below one was marked as the number from which on it never pays."""
+    assert crossover([1, 4, 16], [1.2, 0.9, 1.1]) is None
+    assert crossover([1, 4, 16, 64], [1.2, 0.9, 1.5, 0.5]) == pytest.approx(32.0)
+    assert crossover([1, 4, 16], [0.9, 1.5, 0.5]) == pytest.approx(8.0)
+
+
+def test_a_text_that_ran_twice_does_not_narrow_the_interval() -> None:
+    """Fault: 4 prompts in 16 rows were counted as 16 texts, with intervals of half the width."""
+    once, often = Acceptance(), Acceptance()
+    for repeat in range(4):
+        text = text_of([1, 2, 3, 4, 5], [2, 2, 2], [1, 0, 0])
+        often.add(text, repeat == 0)
+        if repeat == 0:
+            once.add(text)
+    one, many = once.to_json(), often.to_json()
+    assert many["drafted"] == 4 * one["drafted"]
+    assert many["acceptance_by_position"] == one["acceptance_by_position"]
+    for made, wanted in zip(many["acceptance_intervals"], one["acceptance_intervals"], strict=True):
+        assert made == pytest.approx(wanted)
+
+
+def test_rows_that_ended_are_not_in_the_floor() -> None:
+    """Fault: the KV of all rows was taken for read in every step, also after most had ended.
+
+    Four rows for two steps, then one for eight: of 16 steps of rows half saw four rows. The one
+    text of one token keeps its place among the times, since reports are compared by place.
+    """
+    records = [
+        StepRecord("FULL", BatchDescriptor(4, 4, True), rows, rows, 0, None)
+        for rows in (4, 4, *[1] * 8)
+    ]
+    runs = Runs(records=records, seconds=2.0)
+    for steps in (2, 0, 10):
+        text = text_of(list(range(1 + steps)), [0] * steps, [0] * steps)
+        text.prompt_tokens = 100 * steps
+        text.first_token, text.last_token = 0.5, 0.5 + 0.1 * steps
+        runs.texts.append(text)
+        runs.categories.append("a")
+        runs.are_distinct.append(True)
+    made = point(runs)
+    assert made["mean_num_reqs"] == pytest.approx((2 * 4 * 4 + 8 * 1) / 16)
+    assert made["mean_context"] == pytest.approx((2 * 201.5 + 10 * 1005.5) / 12)
+    assert made["padding_waste"] == pytest.approx(1 - 16 / 40)
+    assert made["ms_per_token_by_text"] == pytest.approx([100.0, 0.0, 100.0])
+    assert made["ms_per_token"]["p50"] == pytest.approx(100.0)
+    assert made["errors"] == []

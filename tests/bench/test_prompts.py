@@ -63,6 +63,28 @@ def test_prompt_files_of_both_kinds_are_read(tmp_path: Path) -> None:
     ]
 
 
+def test_what_json_allows_in_a_text_does_not_end_its_line(tmp_path: Path) -> None:
+    """Fault: a line separator inside a text cut its line in two, "not JSON"."""
+    path = tmp_path / "mine.jsonl"
+    text = "one\u2028two\x85three"
+    path.write_text(
+        f'\ufeff{{"category": null, "turns": ["{text}"]}}\r\n{{"turns": ["x"]}}\r\n', "utf-8"
+    )
+    first, second = prompts.load_prompts(path)
+    assert (first.text, first.category, second.text) == (text, "all", "x")
+    path.write_bytes(b"\x1f\x8b\x08")
+    with pytest.raises(ValueError, match=r"mine.jsonl is not a text in UTF-8"):
+        prompts.load_prompts(path)
+
+
+def test_a_digest_is_of_the_texts_and_not_of_their_file(tmp_path: Path) -> None:
+    digests = set()
+    for name, text in (("a", "x"), ("b", "x"), ("c", "y")):
+        (tmp_path / name).write_text(f'{{"turns": ["{text}"]}}')
+        digests.add(prompts.prompts_digest(prompts.load_prompts(tmp_path / name)))
+    assert len(digests) == 2
+
+
 @pytest.mark.parametrize(
     ("text", "numbers"),
     [("0..3", (0, 1, 2, 3)), ("4", (4,)), ("8,1,3", (1, 3, 8)), ("0,2..4", (0, 2, 3, 4))],
@@ -85,7 +107,7 @@ def test_bad_rates_are_refused(text: str) -> None:
         parse_rates("--simulate-acceptance", text)
 
 
-@pytest.mark.parametrize("text", ["", "a", "1,", "-1", "1..", "1.5"])
+@pytest.mark.parametrize("text", ["", "a", "1,", "-1", "1..", "1.5", "4..1", "1,4..1"])
 def test_other_texts_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="--k"):
         parse_numbers("--k", text)

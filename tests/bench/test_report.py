@@ -110,6 +110,39 @@ def test_a_peer_that_writes_another_text_is_a_red_line(result: dict[str, Any]) -
     assert "[bold red]2/4[/bold red]" in list(tables.peer_table(with_peer).columns[-1].cells)
 
 
+def test_a_text_that_failed_is_a_red_line(result: dict[str, Any]) -> None:
+    """Fault: a text that the engine ended with an error was measured like any other."""
+    failed = json.loads(json.dumps(result))
+    failed["points"][1]["errors"] = ["a logit was [not] finite", "x"]
+    (line,) = report.differing(failed)
+    assert "k=1: 2 of 4 texts ended with an error" in line
+    assert f'<p class="alarm">{line}</p>' in html.html_report(failed, {})
+
+
+def test_no_panel_is_left_out(result: dict[str, Any]) -> None:
+    """Fault: of more than four numbers of requests, lengths and temperatures four were drawn."""
+    from matplotlib import pyplot
+
+    many = json.loads(json.dumps(result))
+    points = many["points"][:4]
+    many["points"] = [point | {"num_reqs": n} for n in (1, 2, 4, 8, 16, 32) for point in points]
+    figure = plot._latency(many, pyplot)
+    titles = [axis.get_title() for axis in figure.axes]
+    pyplot.close(figure)
+    assert titles == ["1 request"] + [f"{n} requests" for n in (2, 4, 8, 16, 32)]
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    """Fault: the file was written last, so that a whole sweep was lost."""
+    from specdec.bench import command
+
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"--out .*file"):
+        command.bench("no-such-model", out=str(tmp_path / "file" / "x"), device="cpu")
+    with pytest.raises(ValueError, match="max_new_tokens"):
+        command.bench("no-such-model", out=str(tmp_path), max_new_tokens=0, device="cpu")
+
+
 def test_the_page_stands_alone(result: dict[str, Any], tmp_path: Path) -> None:
     """Plots inline, nothing fetched, every point there, simulated ones marked."""
     plots = plot.plot_report(result, tmp_path / "name")
@@ -125,7 +158,9 @@ def test_the_page_stands_alone(result: dict[str, Any], tmp_path: Path) -> None:
     for title, points in report.groups(result).items():
         assert title in page
         for point in points:
-            assert f">{report.digits(point['ms_between_tokens']['p99'])}<" in page
+            for name in ("ms_per_token", "ms_between_tokens", "ttft_ms"):
+                for share in ("p50", "p95", "p99"):
+                    assert f">{report.digits(point[name][share])}<" in page
     assert "acceptance is drawn at a given rate" in page
     assert result["command"].split()[0] in page
 

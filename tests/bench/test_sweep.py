@@ -182,11 +182,57 @@ def test_without_a_drafter_there_is_plain_decoding_alone(model: str) -> None:
         ("temperatures", (-1.0,), "temperatures"),
         ("simulate", ((1.5,),), "simulate"),
         ("simulate", ((),), "simulate"),
+        ("simulate", ((0.8,), (0.8,)), "simulate"),
+        ("drafts", ("runs/a/head", "runs/b/head"), "drafts"),
+        ("max_new_tokens", 1, "max_new_tokens"),
+        ("num_prompts", 0, "num_prompts"),
     ],
 )
 def test_bad_settings_are_refused_by_name(field: str, value: tuple, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         Settings(**{field: value})
+
+
+def test_prompts_that_fill_the_context_are_measured_too(model: str) -> None:
+    """Fault: the parts of a step were timed past the end of the context, which ended the run. And
+    of lengths that do not fit the others were measured first, for nothing.
+    """
+    sizes: dict[str, Any] = {"model": model, "ks": (4,), "num_prompts": 2, "max_new_tokens": 9}
+    how: dict[str, Any] = {"device": "cpu", "max_model_len": 64, "warm_up": False}
+    got = sweep.run_sweep(Settings(**sizes, **how, contexts=(60,)))
+    assert all(point["parts_ms"]["step"] > 0 for point in got["points"])
+    # What begins as one kind of text goes on as others.
+    assert all(set(point["by_category"]) == {sweep.SYNTHETIC} for point in got["points"])
+    assert report.repeated_prompts(got) == []
+    lines: list[str] = []
+    with pytest.raises(ValueError, match="contexts: 64 is too long"):
+        sweep.run_sweep(Settings(**sizes, **how, contexts=(8, 64)), progress=lines.append)
+    assert not any("texts of each k done" in line for line in lines)
+
+
+def test_prompts_longer_than_their_texts_are_said_to_repeat_themselves(result: Any) -> None:
+    engine = result["engines"][0] | {"prompt_text_tokens": 300}
+    settings = result["settings"] | {"contexts": (None, 200, 1024)}
+    (line,) = report.repeated_prompts(result | {"engines": [engine], "settings": settings})
+    assert line.startswith("Prompts of 1024 tokens say their 300 tokens of text over and over")
+
+
+def test_prompts_that_run_side_by_side_with_themselves_count_once(model: str) -> None:
+    settings = Settings(
+        model=model, ks=(2,), num_reqs=(1, 6), num_prompts=2, max_new_tokens=12, device="cpu",
+        parts=False, warm_up=False, ignore_eos=True, cudagraph_mode="NONE", simulate=((0.5,),),
+    )  # fmt: skip
+    by_case = {
+        (p["simulated"], p["num_reqs"], p["k"]): p for p in sweep.run_sweep(settings)["points"]
+    }
+    alone, together = by_case[None, 1, 2], by_case[None, 6, 2]
+    assert (together["texts"], together["distinct_texts"]) == (6, 2)
+    assert together["drafted"] == 3 * alone["drafted"]
+    assert together["acceptance_intervals"] == [
+        pytest.approx(interval) for interval in alone["acceptance_intervals"]
+    ]
+    # Simulated draws differ from row to row.
+    assert by_case[(0.5,), 6, 2]["distinct_texts"] == 6
 
 
 def test_tokens_are_counted_and_not_events() -> None:

@@ -41,10 +41,24 @@ class Fake(BaseHTTPRequestHandler):
             return
         self._head(200, "text/event-stream")
         self._send({"choices": [{"delta": {"role": "assistant"}}]})
+        if self.fault == "thinks":
+            for _ in range(CHUNKS):
+                time.sleep(GAP)
+                self._send({"choices": [{"delta": {"reasoning_content": "hm"}}]})
+            self._send({"choices": [{"delta": {"content": "x"}}]})
+            self._send({"choices": [], "usage": {"completion_tokens": CHUNKS + 1}})
+            return
+        if self.fault == "odd":
+            odd = ({"choices": None, "usage": {}}, [1], {"choices": [3]}, {"choices": [{}]})
+            self._send(odd[len(self.bodies) % len(odd)])  # type: ignore[arg-type]
+            return
         for _ in range(CHUNKS):
             time.sleep(GAP)
             choice = {"delta": {"content": "word " * TOKENS_PER_CHUNK}, "text": "word " * 4}
             self._send({"choices": [choice]})
+        if self.fault == "end":
+            time.sleep(GAP)
+            self._send({"choices": [{"delta": {}, "text": "", "finish_reason": "stop"}]})
         if self.fault != "no usage":
             count = CHUNKS * TOKENS_PER_CHUNK
             self._send({"choices": [], "usage": {"completion_tokens": count}})
@@ -110,6 +124,65 @@ def test_failures_are_told_and_not_counted(fake: Any) -> None:
     got = load.run_load(fake.url, rate=200, num_requests=1)
     assert got["completed"] == got["tokens"] == 0
     assert "no usage" in got["errors"][0]
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_token_without_characters_takes_its_time_too(fake: Any, chat: bool) -> None:
+    """Fault: where the last token is an end of sequence, the time until it was left out while the
+    token was counted, so that time per token came out too small.
+    """
+    fake.handler.fault = "end"
+    got = load.run_load(fake.url, rate=200, num_requests=2, chat=chat)
+    least = 1e3 * CHUNKS * GAP / (CHUNKS * TOKENS_PER_CHUNK - 1)
+    assert got["ms_per_token"]["p50"] >= least
+    assert got["chunks"] == 2 * CHUNKS
+
+
+def test_what_a_model_thinks_is_text_too(fake: Any) -> None:
+    """Fault: the first token was taken to come after all thoughts, whose tokens were counted."""
+    fake.handler.fault = "thinks"
+    got = load.run_load(fake.url, rate=200, num_requests=2)
+    assert got["completed"] == 2
+    assert 1e3 * GAP <= got["ttft_ms"]["p50"] < 1e3 * GAP * (CHUNKS - 1)
+    assert got["ms_per_token"]["p50"] >= 1e3 * GAP * (CHUNKS - 1) / CHUNKS
+
+
+def test_answers_that_are_no_answers_end_no_run(fake: Any) -> None:
+    """Fault: a usage without completion_tokens ended the whole run with a KeyError."""
+    fake.handler.fault = "odd"
+    got = load.run_load(fake.url, rate=200, num_requests=8)
+    assert got["completed"] == 0
+    assert len(got["errors"]) == 8
+
+
+def test_a_run_without_an_answer_is_no_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fault: it showed latencies of 0.00 ms and ended well."""
+    with pytest.raises(ConnectionError, match="no request was answered"):
+        command.bench(
+            "some-model", serve="http://127.0.0.1:9", num_requests=2, rate=100, out=str(tmp_path)
+        )
+    assert "0.00  " not in capsys.readouterr().out
+
+
+def test_options_are_sent_or_refused_and_never_dropped(fake: Any, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"serve": fake.url, "out": str(tmp_path), "num_requests": 1}
+    for dropped in (
+        {"draft": ["ngram"]}, {"ks": "4"}, {"num_reqs": "2"}, {"context": "100"},
+        {"num_prompts": 3}, {"simulate_acceptance": ["0.8"]}, {"peer": ["vllm"]},
+        {"temperature": "0,0.8"}, {"max_new_tokens": 0},
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"--serve takes a server as it is|max_new_tokens"):
+            command.bench(**options, **dropped)
+    assert fake.handler.bodies == []
+    command.bench(**options, temperature="0.8", top_p=0.9, top_k=5, seed=3, rate=100, commit="abc")
+    (body,) = fake.handler.bodies
+    assert (body["temperature"], body["top_p"], body["top_k"], body["seed"]) == (0.8, 0.9, 5, 3)
+    assert "ignore_eos" not in body
+    got = json.loads((tmp_path / "load.json").read_text())
+    assert got["commit"] == "abc"
+    assert got["versions"]["specdec"]
 
 
 def test_arrivals_are_a_poisson_process_that_repeats() -> None:

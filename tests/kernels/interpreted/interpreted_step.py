@@ -27,6 +27,7 @@ def make_state(seed: int = 0) -> DecodeState:
             "k": row % 6,
             "draft_len": max(0, length - row % 4),
             "adapter": row % 3 - 1,
+            "seed": 2**63 + row // 2,
         }
         state.write_row(row, state.tokens[row, :length].tolist(), fields, {})
     state.write_row(7, [], {}, {})
