@@ -252,7 +252,7 @@ def show(report: dict[str, Any]) -> None:
     from specdec.tables import plain_table
 
     numbers = ["requests", "tokens", "tok/s", "TTFT", "p95", "ms/tok", "p95", "accepted"]
-    numbers.append("steps on FULL graphs")
+    numbers.append("FULL")
     settings = report["settings"]
     table = plain_table(f"{settings['model']}, draft {settings['draft']}", ["model"], numbers)
     for name, row in {**report["by_model"], "all": report["total"]}.items():
@@ -266,7 +266,7 @@ def show(report: dict[str, Any]) -> None:
             f"{row['acceptance_rate']:.0%}" if row["drafted"] else "-",
             full_share(row.get("steps_by_mode", {})),
         )
-    console = Console()
+    console = Console(width=max(110, Console().width))
     console.print(table)
     graphs = report["graphs"]
     console.print(

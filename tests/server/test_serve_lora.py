@@ -47,6 +47,7 @@ def test_a_run_reports_every_model(tmp_path) -> None:
     assert report["adapter_loads"] >= 1
     assert (tmp_path / "serve_lora.png").stat().st_size > 1000
     assert "random-1" in done.stdout and "accepted" in done.stdout
+    assert all(sum(row["steps_by_mode"].values()) > 0 for row in rows.values())
 
 
 def test_traffic_is_poisson_and_zipf_and_repeats(script) -> None:
@@ -69,7 +70,7 @@ def test_tokens_are_counted_by_usage_not_by_chunks(script) -> None:
         usage = {"prompt_tokens": 3, "completion_tokens": 12, "drafted": 10, "accepted": 9}
         yield {"choices": [], "usage": usage}
 
-    served = asyncio.run(script.watch("m", chunks()))
+    served = asyncio.run(sys.modules["serve_clients"].watch("m", chunks()))
     assert (served.text, served.tokens, served.drafted, served.accepted) == ("abcd", 12, 10, 9)
     assert served.per_token == pytest.approx((served.last_token - served.first_token) / 11)
     row = script.summary([served, served], 2.0)
