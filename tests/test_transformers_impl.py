@@ -1,6 +1,7 @@
 """model_impl="transformers": any causal LM on our attention and graphs, or a refusal by name."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from tiny import blended, make_tiny, read_tensors, write_checkpoint
 from specdec.verifier.attention.sdpa import SdpaBackend
 from specdec.verifier.loading import load_any_model, read_config
 from specdec.verifier.models.fields import UnsupportedModelError
+from specdec.verifier.models.transformers_probe import LayerCall, _windows, _without_memory
 
 HF = {"model_impl": "transformers"}
 ONE_RUNG = {"uniform_request_counts": [5]}
@@ -47,6 +49,8 @@ FOREIGN = {
     "gpt_neox": {},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "exaone4": {"sliding_window": 6, "head_dim": 16},
+    # Its window stands in its masks alone.
+    "phimoe": {"sliding_window": 6, "num_local_experts": 4},
 }
 
 
@@ -106,6 +110,8 @@ def test_text_and_counts_of_foreign_families(tmp_path, model_type, draft):
         ("qwen3", {}),
         ("mixtral", {}),
         ("qwen2_moe", {}),
+        # Its layers keep their window from their attention.
+        ("qwen2_moe", {"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 2}),
         ("gemma2", {}),
         ("gemma3_text", {}),
     ],
@@ -149,6 +155,7 @@ def test_piecewise_graphs_are_not_promised(tmp_path, caplog):
         ("mamba2", {"num_heads": 4, "head_dim": 32, "state_size": 16}, "recurrent state"),
         ("bloom", {"n_head": 4, "n_layer": 2}, "bypasses the attention interface"),
         ("stablelm", {}, "bypasses the attention interface"),
+        ("falcon", {}, "bypasses the attention interface"),
         (
             "gpt_oss",
             {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
@@ -169,6 +176,15 @@ def test_models_that_bypass_the_interface(tmp_path, model_type, fields, named):
     config.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match=rf"config\.json: .*{named}"):
         cpu_engine(str(tmp_path), **HF)
+
+
+def test_a_window_that_the_mask_denies(tmp_path):
+    """transformers would show the layer all keys, its own kernels only the last ones."""
+    hf = _without_memory(make_tiny(tmp_path, family="mistral", sliding_window=6))
+    call = LayerCall(num_heads=4, num_kv_heads=2, head_size=16, sliding_window=9, soft_cap=None)
+    named = "layer 1 of MistralForCausalLM .*sliding_window=6, and asks .*sliding_window=9"
+    with pytest.raises(UnsupportedModelError, match=named):
+        _windows(hf, {0: replace(call, sliding_window=6), 1: call})
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,13 @@ def test_a_missing_package_is_refused_with_the_line_that_installs_it(monkeypatch
     assert "is not installed" in str(caught.value) and line in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["flash_attn", "flashinfer"])
+def test_off_a_gpu_a_missing_package_is_named_too(monkeypatch, name) -> None:
+    without(monkeypatch, "flash_attn", "flashinfer")
+    with pytest.raises(ValueError, match=r"on CUDA, not on cpu; .* is not installed: pip inst"):
+        choose_backend(name, **LLAMA, device="cpu")
+
+
 def test_auto_says_what_it_took_and_why_not_the_others(monkeypatch) -> None:
     without(monkeypatch, "flash_attn")
     choice = choose_backend("auto", **LLAMA, device="cpu")

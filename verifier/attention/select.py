@@ -161,12 +161,13 @@ def select_backend(
 
 def _try(name: str, needs: AttentionNeeds) -> tuple[AttentionBackend | None, str]:
     """The backend, or None and why not."""
+    reasons = [unavailable(name)]
     if needs.device.type != "cuda" and name not in ("sdpa", "mla", "flashmla"):
-        # Said first: to install a package would not help.
-        return None, f"it runs on CUDA, not on {needs.device.type}"
-    reason = unavailable(name)
-    if reason is not None:
-        return None, reason
+        # Said first: to install a package would not help here.
+        reasons.insert(0, f"it runs on CUDA, not on {needs.device.type}")
+    against = [reason for reason in reasons if reason is not None]
+    if against:
+        return None, "; ".join(against)
     try:
         backend = build_backend(name, needs.device, needs.latent_size)
     except (ImportError, OSError) as error:

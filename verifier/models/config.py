@@ -248,7 +248,12 @@ def _parse(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelCon
             )
         else:
             parse_own = parse_half_rope if family.has_recurrence else parse_rope
-            rope = parse_own(config, head_size=head_size, max_position=max_position)
+            rope = parse_own(
+                config,
+                head_size=head_size,
+                max_position=max_position,
+                default_theta=family.default_theta,
+            )
     except ValueError as error:
         raise UnsupportedModelError(str(error)) from error
     if rope.rope_type == "yarn":
@@ -287,7 +292,7 @@ def _parse(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelCon
         num_kv_heads=num_kv_heads,
         head_size=head_size,
         max_position_embeddings=max_position,
-        rms_norm_eps=number(config, "rms_norm_eps", 1e-6),
+        rms_norm_eps=number(config, "rms_norm_eps", family.default_eps),
         rope=rope,
         tie_word_embeddings=boolean(config, "tie_word_embeddings", family.is_gemma),
         qkv_bias=attention_bias if qkv_bias is None else qkv_bias,

@@ -20,6 +20,8 @@ class Family:
     qkv_bias: bool | None = None  # None: as the field attention_bias says
     qk_norm: bool = False
     default_head_size: int | None = None  # None: hidden_size / num_attention_heads
+    default_eps: float = 1e-6  # of the norms
+    default_theta: float = 10000.0  # of the rotary embedding
     has_experts: bool = False
     has_latents: bool = False  # multi-head latent attention
     activation: str = "silu"  # of the gate: silu, or gelu_tanh
@@ -37,7 +39,13 @@ FAMILIES = {
     "Qwen2ForCausalLM": Family(model_type="qwen2", qkv_bias=True),
     "MiMoForCausalLM": Family(model_type="mimo", qkv_bias=True, brings_code=True),
     "Qwen3ForCausalLM": Family(model_type="qwen3", qk_norm=True, default_head_size=128),
-    "MixtralForCausalLM": Family(model_type="mixtral", qkv_bias=False, has_experts=True),
+    "MixtralForCausalLM": Family(
+        model_type="mixtral",
+        qkv_bias=False,
+        has_experts=True,
+        default_eps=1e-5,
+        default_theta=1e6,
+    ),
     "Qwen2MoeForCausalLM": Family(model_type="qwen2_moe", has_experts=True),
     "Qwen3MoeForCausalLM": Family(model_type="qwen3_moe", qk_norm=True, has_experts=True),
     "DeepseekV2ForCausalLM": Family(
@@ -58,6 +66,7 @@ FAMILIES = {
     ),
     "BambaForCausalLM": Family(
         model_type="bamba",
+        default_eps=1e-5,
         has_recurrence=True,
         names=Names(mlp="feed_forward", mlp_norm="pre_ff_layernorm", final_norm="final_layernorm"),
     ),

@@ -33,7 +33,11 @@ def gemma_fields(config: Mapping[str, Any], model_type: str) -> dict[str, float 
 
 def _soft_cap(config: Mapping[str, Any], name: str, default: float | None) -> float | None:
     value = config.get(name, default)
-    return None if value is None else number(config, name, value) or None
+    if value is None:
+        return None
+    if not number(config, name, value):
+        raise ValueError(f"{name} must be positive, or null for none, got {value!r}")
+    return float(value)
 
 
 def parse_two_ropes(
@@ -43,20 +47,23 @@ def parse_two_ropes(
 
     Raises ValueError naming the field or the unsupported type.
     """
-    params = config.get("rope_parameters") or {}
-    if not isinstance(params, Mapping):
-        raise ValueError(f"rope_parameters must be an object, got {params!r}")
+    params, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    objects = {"rope_parameters": params, "rope_scaling": scaling}
+    if isinstance(params, Mapping):
+        objects |= {f"rope_parameters.{kind}": params.get(kind) or {} for kind in _ROPES}
+    for name, given in objects.items():
+        if not isinstance(given, Mapping):
+            raise ValueError(f"{name} must be an object, got {given!r}")
     unknown = sorted(set(params) - set(_ROPES))
     if unknown:
         raise ValueError(f"rope_parameters: {', '.join(unknown)} is not one of {', '.join(_ROPES)}")
-    plain = {"rope_type": "default"}
     local_theta = config.get("rope_local_base_freq", 10000.0)
     ropes = []
-    for kind, theta, scaling in (
-        ("full_attention", config.get("rope_theta", 1e6), config.get("rope_scaling")),
-        ("sliding_attention", local_theta, None),
+    for kind, theta, factors in (
+        ("full_attention", config.get("rope_theta", 1e6), scaling),
+        ("sliding_attention", local_theta, {}),
     ):
-        own = {"rope_theta": theta, **(params.get(kind) or scaling or plain)}
+        own = {"rope_theta": theta, **(params.get(kind) or {}), **factors}
         ropes.append(
             parse_rope({"rope_parameters": own}, head_size=head_size, max_position=max_position)
         )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from specdec.verifier.models.fields import UnsupportedModelError, boolean, integer, number
 from specdec.verifier.models.moe_config import MoeConfig
-from specdec.verifier.models.rope import RopeConfig, yarn_mscale
+from specdec.verifier.models.rope import RopeConfig, rope_fields, yarn_mscale
 
 if TYPE_CHECKING:
     from specdec.verifier.models.config import ModelConfig
@@ -30,7 +30,6 @@ def parse_latent(config: Mapping[str, Any], model_type: str) -> LatentConfig:
     rank = config.get("q_lora_rank")
     if rank is None and config.get("attention_bias"):
         raise UnsupportedModelError("attention_bias with q_lora_rank null is not supported")
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     return LatentConfig(
         latent_size=integer(config, "kv_lora_rank"),
         query_rank=None if rank is None else integer(config, "q_lora_rank"),
@@ -38,7 +37,7 @@ def parse_latent(config: Mapping[str, Any], model_type: str) -> LatentConfig:
         rotated_size=integer(config, "qk_rope_head_dim"),
         value_size=integer(config, "v_head_dim"),
         interleaved=model_type == "deepseek_v2" or boolean(config, "rope_interleave", True),
-        mscale_all_dim=number(rope, "mscale_all_dim", 0.0),
+        mscale_all_dim=number(rope_fields(config), "mscale_all_dim", 0.0),
     )
 
 
@@ -71,7 +70,10 @@ def parse_deepseek_moe(config: Mapping[str, Any], model_type: str) -> MoeConfig:
         raise UnsupportedModelError("norm_topk_prob=true is not supported for DeepSeek-V2")
     groups = top_groups = 1
     if method != "greedy":
-        groups, top_groups = integer(config, "n_group", 8), integer(config, "topk_group", 4)
+        # DeepSeek-V2's have no defaults.
+        own = ((), ()) if is_v2 else ((8,), (4,))
+        groups = integer(config, "n_group", *own[0])
+        top_groups = integer(config, "topk_group", *own[1])
     dense = range(integer(config, "first_k_dense_replace", 0 if is_v2 else 3, minimum=0))
     width = integer(config, "moe_intermediate_size")
     return MoeConfig(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specdec.verifier.models.fields import UnsupportedModelError, boolean, integer
-from specdec.verifier.models.rope import RopeConfig, parse_rope
+from specdec.verifier.models.rope import RopeConfig, parse_rope, rope_fields
 
 # transformers' Bamba rotates so much of a head, whatever its files say.
 _ROTATED_PART = 0.5
@@ -74,16 +74,20 @@ def parse_mamba(config: Mapping[str, Any], *, hidden_size: int, num_layers: int)
     )
 
 
-def parse_half_rope(config: Mapping[str, Any], *, head_size: int, max_position: int) -> RopeConfig:
+def parse_half_rope(
+    config: Mapping[str, Any], *, head_size: int, max_position: int, default_theta: float
+) -> RopeConfig:
     """The rotary embedding of the first half of a head. Raises ValueError naming a bad field."""
-    params = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    params = dict(rope_fields(config))
     part = params.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
     if part not in (None, _ROTATED_PART):
         raise ValueError(f"partial_rotary_factor={part} is not supported, only {_ROTATED_PART}")
     whole = {**config, "rope_parameters": params, "rope_scaling": None}
     whole.pop("partial_rotary_factor", None)
     rotated = int(head_size * _ROTATED_PART)
-    return parse_rope(whole, head_size=rotated, max_position=max_position)
+    return parse_rope(
+        whole, head_size=rotated, max_position=max_position, default_theta=default_theta
+    )
 
 
 def _time_step_limit(config: Mapping[str, Any]) -> tuple[float, float]:

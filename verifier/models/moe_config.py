@@ -45,7 +45,7 @@ def parse_moe(config: Mapping[str, Any], model_type: str) -> MoeConfig:
     """The experts of Mixtral's and Qwen's models. Raises ValueError naming a bad field."""
     if model_type == "mixtral":
         return MoeConfig(
-            num_experts=integer(config, "num_local_experts", 8),
+            num_experts=_num_experts(config, 8),
             experts_per_token=integer(config, "num_experts_per_tok", 2),
             intermediate_size=integer(config, "intermediate_size"),
             normalize=True,
@@ -53,7 +53,7 @@ def parse_moe(config: Mapping[str, Any], model_type: str) -> MoeConfig:
         )
     shared = model_type == "qwen2_moe"
     return MoeConfig(
-        num_experts=integer(config, "num_experts"),
+        num_experts=_num_experts(config),
         experts_per_token=integer(config, "num_experts_per_tok"),
         intermediate_size=integer(config, "moe_intermediate_size"),
         normalize=boolean(config, "norm_topk_prob", False),
@@ -64,6 +64,19 @@ def parse_moe(config: Mapping[str, Any], model_type: str) -> MoeConfig:
         else 0,
         shared_gate=shared,
     )
+
+
+def _num_experts(config: Mapping[str, Any], *default: int) -> int:
+    """Under either name: transformers 5 writes the second one for Qwen3-MoE, and reads both."""
+    names = ("num_experts", "num_local_experts")
+    given = [name for name in names if config.get(name) is not None]
+    counts = {integer(config, name) for name in given}
+    if len(counts) > 1:
+        raise ValueError(
+            f"num_experts={config['num_experts']} and "
+            f"num_local_experts={config['num_local_experts']} differ"
+        )
+    return integer(config, given[0] if given else "num_experts", *default)
 
 
 def _dense_layers(config: Mapping[str, Any]) -> tuple[int, ...]:

@@ -48,14 +48,30 @@ class RopeConfig:
             )
 
 
-def parse_rope(config: Mapping[str, Any], *, head_size: int, max_position: int) -> RopeConfig:
+def rope_fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The rope object of a config.json: rope_scaling, or rope_parameters, as transformers 5 says.
+
+    Where a file has both, its readers take the older name's. Raises ValueError naming the field.
+    """
+    name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    params = config.get(name) or {}
+    if not isinstance(params, Mapping):
+        raise ValueError(f"{name} must be an object, got {params!r}")
+    return params
+
+
+def parse_rope(
+    config: Mapping[str, Any],
+    *,
+    head_size: int,
+    max_position: int,
+    default_theta: float = 10000.0,
+) -> RopeConfig:
     """Read the rope fields of a config.json, in the spelling of transformers 4 or 5.
 
     Raises ValueError naming the field or the unsupported type.
     """
-    params = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(params, Mapping):
-        raise ValueError(f"rope_parameters must be an object, got {params!r}")
+    params = rope_fields(config)
     rope_type = params.get("rope_type", params.get("type")) or "default"
     if "mrope_section" in params:
         rope_type = "mrope"
@@ -82,14 +98,16 @@ def parse_rope(config: Mapping[str, Any], *, head_size: int, max_position: int) 
         raise ValueError(f"partial_rotary_factor={part:g} is not supported, only 1")
     common: dict[str, Any] = {
         "rope_type": rope_type,
-        "theta": number("rope_theta", 10000.0),
+        "theta": number("rope_theta", default_theta),
         "rotary_dim": head_size,
     }
     if rope_type == "default":
         return RopeConfig(**common)
     if rope_type == "linear":
         return RopeConfig(**common, factor=number("factor"))
-    original = int(number("original_max_position_embeddings", max_position))
+    # Of this field alone the value outside the object counts where there are two.
+    params = {**params, _ORIGINAL: config.get(_ORIGINAL) or params.get(_ORIGINAL)}
+    original = int(number(_ORIGINAL, max_position))
     if original < 1:
         raise ValueError(f"original_max_position_embeddings must be positive, got {original}")
     if rope_type == "llama3":
@@ -120,8 +138,9 @@ def parse_rope(config: Mapping[str, Any], *, head_size: int, max_position: int) 
     )
 
 
+_ORIGINAL = "original_max_position_embeddings"
 # Fields that may stand in config.json itself instead of its rope object.
-_TOP_LEVEL = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+_TOP_LEVEL = ("rope_theta", "partial_rotary_factor")
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:

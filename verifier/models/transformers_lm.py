@@ -27,6 +27,7 @@ from specdec.verifier.models.transformers_probe import ATTENTION
 class _PagedAttention:
     """What the interface calls for each layer of a pass."""
 
+    config: ModelConfig
     backend: AttentionBackend
     kv_cache: KVCache
     metadata: AttentionMetadata
@@ -40,7 +41,6 @@ class _PagedAttention:
         mask: None,
         *,
         scaling: float | None = None,
-        sliding_window: int | None = None,
         softcap: float | None = None,
         **_: Any,
     ) -> Tensor:
@@ -57,7 +57,7 @@ class _PagedAttention:
             values,
             self.metadata,
             scale,
-            sliding_window or None,
+            self.config.window_of(module.layer_idx),
             softcap or None,
         )
         return out[None]
@@ -181,7 +181,7 @@ class TransformersLM(nn.Module):
         With ``num_layers`` the model stops after that many layers, with the same final norm.
         """
         base = self.base if num_layers is None else self._first(num_layers)
-        attend = _PagedAttention(self.attention_backend, kv_cache, attn)
+        attend = _PagedAttention(self.config, self.attention_backend, kv_cache, attn)
         out = base(
             input_ids=input_ids[None],
             position_ids=positions[None],

@@ -130,11 +130,11 @@ def _probe(path: Path, content: Mapping[str, Any], generation: Mapping[str, Any]
         raise UnsupportedModelError(
             f"{type(hf).__name__} bypasses the attention interface in layers {missing}"
         )
+    windows = _windows(hf, probe.calls)
     shapes = {(call.num_heads, call.num_kv_heads, call.head_size) for call in probe.calls.values()}
     if len(shapes) > 1:
         raise UnsupportedModelError("layers with different heads are not supported")
     num_heads, num_kv_heads, head_size = shapes.pop()
-    windows = {i: call.sliding_window for i, call in probe.calls.items() if call.sliding_window}
     caps = [call.soft_cap for call in probe.calls.values() if call.soft_cap]
     context = getattr(config, "max_position_embeddings", None)
     if type(context) is not int:
@@ -179,6 +179,9 @@ def _without_memory(path: Path) -> Any:
             ).eval()
     except ValueError as error:
         raise UnsupportedModelError(str(error).partition("\n")[0]) from error
+    except KeyError as error:
+        name = type(config).__name__.removesuffix("Config")
+        raise UnsupportedModelError(f"{name} bypasses the attention interface") from error
 
 
 def _check_rope(config: Any) -> None:
@@ -191,6 +194,35 @@ def _check_rope(config: Any) -> None:
             )
 
 
+def _windows(hf: Any, calls: Mapping[int, LayerCall]) -> dict[int, int]:
+    """The windows of the layers that have one, as their masks would have it.
+
+    Some models say nothing of it to their attention. Raises where what they say is something else.
+    """
+    config, windows = hf.config.get_text_config(), {}
+    kinds = getattr(config, "layer_types", None)
+    slides = "create_sliding_window_causal_mask" in _mask_makers(hf)
+    for layer, call in sorted(calls.items()):
+        is_masked = kinds[layer] == "sliding_attention" if kinds else slides
+        window = (getattr(config, "sliding_window", None) if is_masked else None) or None
+        if call.sliding_window not in (None, window):
+            raise UnsupportedModelError(
+                f"layer {layer} of {type(hf).__name__} has a mask with sliding_window={window}, "
+                f"and asks its attention for sliding_window={call.sliding_window}"
+            )
+        if window is not None:
+            windows[layer] = window
+    return windows
+
+
+def _mask_makers(hf: Any) -> set[str]:
+    """Names of transformers' functions that the model makes its masks with."""
+    from transformers import masking_utils
+
+    module = sys.modules[type(hf.base_model).__module__]
+    return {each for each in vars(masking_utils) if each.startswith("create_")} & set(vars(module))
+
+
 def _check_class(hf: Any) -> None:
     name = type(hf).__name__
     if hf._is_stateful:
@@ -201,11 +233,7 @@ def _check_class(hf: Any) -> None:
     others = sorted(kinds - {"full_attention", "sliding_attention"})
     if others:
         raise UnsupportedModelError(f"layer_types {', '.join(others)} are not supported")
-    from transformers import masking_utils
-
-    module = sys.modules[type(hf.base_model).__module__]
-    makers = {each for each in vars(masking_utils) if each.startswith("create_")}
-    used = makers & set(vars(module))
+    used = _mask_makers(hf)
     if not used or used - set(_MASKS):
         own = ", ".join(sorted(used - set(_MASKS))) or "in its own way"
         raise UnsupportedModelError(f"{name} makes masks that a cache cannot give: {own}")

@@ -6,12 +6,14 @@ from typing import Any
 from specdec.verifier.models.fields import UnsupportedModelError, boolean, integer
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-# Every layer slides; these write no list of kinds.
-_UNIFORM = ("mistral", "mixtral", "qwen3_moe")
+# Every layer slides, whatever a list of kinds may say.
+_UNIFORM = ("mixtral", "qwen3_moe")
 # A window counts only where use_sliding_window says so.
 _SWITCHED = ("mimo", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 _NEVER = ("llama", "deepseek_v2", "deepseek_v3", "bamba")
 _DEFAULT_WINDOWS = {"mistral": 4096, "gemma2": 4096, "gemma3_text": 4096}
+# Some layers slide in every model of these.
+_ALTERNATING = ("gemma2", "gemma3_text")
 
 
 def parse_windows(
@@ -23,21 +25,25 @@ def parse_windows(
     family without windows; ValueError naming a bad field.
     """
     kinds = _kinds(config, model_type, num_layers)
+    layers = tuple(i for i, kind in enumerate(kinds) if kind == SLIDING)
     window = _DEFAULT_WINDOWS.get(model_type)
     if "sliding_window" in config:
-        window = config["sliding_window"] and integer(config, "sliding_window")
+        window = config["sliding_window"]
     if model_type in _SWITCHED and not boolean(config, "use_sliding_window", False):
         window = None
-    layers = tuple(i for i, kind in enumerate(kinds) if kind == SLIDING)
+    if window is not None:
+        window = integer({"sliding_window": window}, "sliding_window", minimum=min(1, len(layers)))
     if model_type in _NEVER and (layers or (window or max_position) < max_position):
         raise UnsupportedModelError(
             f"sliding_window={window} with layer_types {config.get('layer_types')}: models of "
             f"type {model_type} have no windows"
         )
-    if config.get("layer_types") and layers and not window:
-        raise ValueError(f"layer_types lists {SLIDING}, but there is no sliding_window")
-    # A window as long as the context hides nothing.
-    if not window or window >= max_position or not layers:
+    is_listed = config.get("layer_types") and model_type not in _UNIFORM
+    if layers and not window and (is_listed or model_type in _ALTERNATING):
+        raise ValueError(f"layers {layers} are {SLIDING}, but there is no sliding_window")
+    # A window as long as the context hides nothing; but Gemma 3's sliding layers rotate by less.
+    hides_nothing = not window or window >= max_position
+    if not layers or (hides_nothing and model_type != "gemma3_text"):
         return None, ()
     return window, layers
 
@@ -74,6 +80,8 @@ def windows_json(
     content: dict[str, Any] = {"sliding_window": window}
     if model_type in _SWITCHED:
         content["use_sliding_window"] = window is not None
-    if model_type not in _UNIFORM:
+    # A list makes transformers read Mistral's models by another class: only where it says more.
+    says_nothing = model_type == "mistral" and len(layers) in (0, num_layers)
+    if model_type not in _UNIFORM and not says_nothing:
         content["layer_types"] = [SLIDING if i in layers else FULL for i in range(num_layers)]
     return content
