@@ -35,6 +35,15 @@ def leaf_size(head_size: int, itemsize: int) -> int:
     return 128 if head_size <= 128 else 64
 
 
+def request_block(num_reqs: int) -> int:
+    """BLOCK_R, at least ``num_reqs``: few values, since each is a kernel that takes seconds to
+    compile."""
+    block = 1
+    while block < num_reqs:
+        block *= 8
+    return block
+
+
 @triton.jit
 def empty_part(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """The part of no key."""

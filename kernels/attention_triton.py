@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 
 from specdec.kernels.attention_mixed import mixed_kernel
-from specdec.kernels.attention_tree import NODE, leaf_size
+from specdec.kernels.attention_tree import NODE, leaf_size, request_block
 from specdec.kernels.attention_uniform import uniform_kernel
 from specdec.kernels.launch import pdl_options, reads_early
 
@@ -194,7 +194,7 @@ def paged_attention(
         "D": head_size,
         "BLOCK_D": block_d,
         "BLOCK_SIZE": block_size,
-        "BLOCK_R": triton.next_power_of_2(num_reqs),
+        "BLOCK_R": request_block(num_reqs),
         "LEAF": leaf,
         "NODE": NODE,
         "WINDOW": sliding_window or 0,

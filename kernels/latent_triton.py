@@ -17,7 +17,14 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.kernels.attention_parts import fold_parts
-from specdec.kernels.attention_tree import NODE, empty_part, fold, normalise, scalar_at
+from specdec.kernels.attention_tree import (
+    NODE,
+    empty_part,
+    fold,
+    normalise,
+    request_block,
+    scalar_at,
+)
 from specdec.kernels.attention_triton import MAX_SCRATCH_BYTES, Scratch, num_programs
 from specdec.kernels.launch import pdl_options, wait_for_inputs
 
@@ -284,7 +291,7 @@ def latent_attention(
         PART=part_size,
         PART_ROWS=part_rows,
         BLOCK_M=16,
-        BLOCK_R=triton.next_power_of_2(num_reqs),
+        BLOCK_R=request_block(num_reqs),
         LEAF=leaf,
         NODE=NODE,
         STAGES=2 if query.itemsize == 2 else 1,

@@ -243,7 +243,8 @@ class EngineGraphs:
         return self.flat.table() + [row for each in self.passes for row in each.wrapper.table()]
 
     def forget_replays(self) -> None:
-        """Those that timed the graphs at start-up are no traffic."""
+        """Those of the start-up, which warm up and time, are no traffic."""
+        self.flat.forget_replays()
         for each in self.passes:
             each.wrapper.forget_replays()
 

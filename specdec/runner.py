@@ -129,12 +129,17 @@ class Runner:
     @torch.inference_mode()
     def capture_all(self, progress: Progress | None = None) -> None:
         """Capture every greedy key of every table that has no graph yet, largest first."""
-        on_gpu = self.device.type == "cuda"
-        if on_gpu:
+        if self.device.type == "cuda":
             self.warm_up()
         self._graphs.capture_all(progress)
-        if on_gpu and self._mode.decode_mode() is CUDAGraphMode.PIECEWISE:
-            # Between pieces attention reads nothing early: another kernel, for one request.
+        self.warm_up_pieces()
+
+    @torch.inference_mode()
+    def warm_up_pieces(self) -> None:
+        """Run one request of padding where decode batches run in pieces: between those attention
+        reads nothing early, which is another kernel.
+        """
+        if self._mode.decode_mode() is CUDAGraphMode.PIECEWISE:
             self._fill_slots([])
             for k in self._ks:
                 self._graphs.run(self._decode, 1, k, sampled=False, has_lora=False)

@@ -86,6 +86,10 @@ class Chain:
     def table(self) -> list[GraphRow]:
         return summed_rows(self._wrappers.values())
 
+    def forget_replays(self) -> None:
+        for wrapper in self._wrappers.values():
+            wrapper.forget_replays()
+
     def clear(self) -> None:
         for wrapper in self._wrappers.values():
             wrapper.clear()

@@ -174,6 +174,12 @@ class FlatModel:
         pieces = [row for chain in self._chains.values() for row in chain.table()]
         return pieces + self._full.table()
 
+    def forget_replays(self) -> None:
+        """Count replays from here on."""
+        self._full.forget_replays()
+        for chain in self._chains.values():
+            chain.forget_replays()
+
     def clear(self) -> None:
         self._captured.clear()
         self._full.clear()

@@ -116,6 +116,10 @@ class PartitionedModel:
     def table(self) -> list[GraphRow]:
         return summed_rows(self._wrappers.values())
 
+    def forget_replays(self) -> None:
+        for wrapper in self._wrappers.values():
+            wrapper.forget_replays()
+
     def clear(self) -> None:
         for wrapper in self._wrappers.values():
             wrapper.clear()
