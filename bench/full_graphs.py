@@ -214,7 +214,13 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=["smollm2", "8b"])
     parser.add_argument("-k", type=int, default=4)
     arguments = parser.parse_args()
-    results = []
+    report: dict[str, Any] = {
+        "schema": 1,
+        "environment": describe(torch.device("cuda")),
+        "command": f"python bench/full_graphs.py --cases {' '.join(arguments.cases)}",
+        "bandwidth_bytes_per_second": BANDWIDTH,
+        "results": [],
+    }
     for case in cases(set(arguments.cases)):
         plain, reference = run(case, 0)
         drafted, texts = run(case, arguments.k)
@@ -233,16 +239,10 @@ def main() -> None:
                 f"{row.get('texts_equal_without_drafter', '-')} distinct {row['distinct_tokens']}",
                 flush=True,
             )
-        results += plain + drafted
-    if arguments.out is not None:
-        report = {
-            "schema": 1,
-            "environment": describe(torch.device("cuda")),
-            "command": f"python bench/full_graphs.py --cases {' '.join(arguments.cases)}",
-            "bandwidth_bytes_per_second": BANDWIDTH,
-            "results": results,
-        }
-        arguments.out.write_text(json.dumps(report, indent=2) + "\n")
+        report["results"] += plain + drafted
+        # What there is stays, should the run be stopped.
+        if arguments.out is not None:
+            arguments.out.write_text(json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":

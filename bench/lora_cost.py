@@ -13,6 +13,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -109,9 +110,8 @@ def synchronize(engine: Any) -> None:
         torch.cuda.synchronize()
 
 
-def run(model: CausalLM, rank: int, k: int, length: int) -> list[dict[str, Any]]:
+def run(model: CausalLM, rank: int, k: int, length: int) -> Iterator[dict[str, Any]]:
     generator = torch.Generator().manual_seed(0)
-    rows = []
     with specdec.Engine(
         model,
         "ngram",
@@ -131,6 +131,15 @@ def run(model: CausalLM, rank: int, k: int, length: int) -> list[dict[str, Any]]
         weights = random_adapter(model, rank, seed=1)
         for name in names:
             engine._lora._table.add(name, weights)
+        table = engine.graph_table()
+        facts = {
+            "slot_bytes": engine._lora._table.memory.slots.bytes_per_slot,
+            "graphs": {
+                kind: sum(row.descriptor.has_lora == (kind == "lora") for row in table)
+                for kind in ("base", "lora")
+            },
+            "capture_seconds": engine.capture_seconds,
+        }
         for count in REQUEST_COUNTS:
             shape = (count, length)
             ids = torch.randint(3, model.config.vocab_size, shape, generator=generator)
@@ -154,28 +163,24 @@ def run(model: CausalLM, rank: int, k: int, length: int) -> list[dict[str, Any]]
                 )
                 for plan in ("one", "spread")
             }
-            rows.append(
-                {
-                    "rank": rank,
-                    "num_reqs": count,
-                    "k": k,
-                    "base_ms": medians["base"],
-                    "base_lowest_ms": min(times["base"]),
-                    "base_highest_ms": max(times["base"]),
-                    "one_adapter_ms": medians["one"],
-                    "eight_adapters_ms": medians["spread"],
-                    "ratio_one": ratios["one"],
-                    "ratio_eight": ratios["spread"],
-                }
-            )
-        table = engine.graph_table()
-        rows[0]["slot_bytes"] = engine._lora._table.memory.slots.bytes_per_slot
-        rows[0]["graphs"] = {
-            kind: sum(row.descriptor.has_lora == (kind == "lora") for row in table)
-            for kind in ("base", "lora")
-        }
-        rows[0]["capture_seconds"] = engine.capture_seconds
-    return rows
+            yield {
+                "rank": rank,
+                "num_reqs": count,
+                "k": k,
+                "base_ms": medians["base"],
+                "base_lowest_ms": min(times["base"]),
+                "base_highest_ms": max(times["base"]),
+                "one_adapter_ms": medians["one"],
+                "eight_adapters_ms": medians["spread"],
+                "ratio_one": ratios["one"],
+                "ratio_eight": ratios["spread"],
+                **facts,
+            }
+
+
+def save(path: Path, report: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -188,12 +193,26 @@ def main() -> None:
     parser.add_argument("--prompt-len", type=int, default=512)
     arguments = parser.parse_args()
     model = make_model(arguments.shape, arguments.device)
-    results = []
+    report: dict[str, Any] = {
+        "schema": 1,
+        "environment": describe(model.device),
+        "settings": {
+            "shape": arguments.shape,
+            "k": arguments.k,
+            "prompt_len": arguments.prompt_len,
+            "timed_steps": TIMED_STEPS,
+            "turns": TURNS,
+            "adapters": NUM_ADAPTERS,
+        },
+        "results": [],
+    }
     print("rank  reqs   base ms (lowest, highest)   one adapter         eight adapters", flush=True)
     for rank in arguments.ranks:
-        rows = run(model, rank, arguments.k, arguments.prompt_len)
-        results += rows
-        for row in rows:
+        for row in run(model, rank, arguments.k, arguments.prompt_len):
+            report["results"].append(row)
+            # What there is stays, should the run be stopped.
+            if arguments.out is not None:
+                save(arguments.out, report)
             print(
                 f"{rank:4}  {row['num_reqs']:4}  {row['base_ms']:8.3f} "
                 f"({row['base_lowest_ms']:.3f}, {row['base_highest_ms']:.3f})  "
@@ -201,22 +220,6 @@ def main() -> None:
                 f"{row['eight_adapters_ms']:8.3f} ({row['ratio_eight']:.3f}x)",
                 flush=True,
             )
-    if arguments.out is not None:
-        report = {
-            "schema": 1,
-            "environment": describe(model.device),
-            "settings": {
-                "shape": arguments.shape,
-                "k": arguments.k,
-                "prompt_len": arguments.prompt_len,
-                "timed_steps": TIMED_STEPS,
-                "turns": TURNS,
-                "adapters": NUM_ADAPTERS,
-            },
-            "results": results,
-        }
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
