@@ -156,6 +156,8 @@ def run(case: Case, k: int) -> tuple[list[dict[str, Any]], dict[int, list[list[i
         max_num_seqs=max(REQUEST_COUNTS),
         max_model_len=2048,
         enable_prefix_caching=False,
+        # The same prompts run several times: "suffix" would find what they were answered before.
+        suffix_history=0,
     ) as engine:
         params = specdec.SamplingParams(max_new_tokens=case.new_tokens, ignore_eos=True)
         for count in REQUEST_COUNTS:

@@ -210,6 +210,8 @@ def smollm2(report: dict[str, Any], sizes: Sizes, device: torch.device) -> None:
                 max_model_len=2048,
                 capture="lazy",
                 enable_prefix_caching=False,
+                # Both k answer the same prompts: "suffix" would find the other's texts.
+                suffix_history=0,
             ) as engine:
                 prompts = [
                     chat_prompts(engine, prompt.text)

@@ -114,6 +114,8 @@ class _Group:
             cudagraph_mode=settings.cudagraph_mode,
             # Every k runs the same prompts: all but the first would find them read already.
             enable_prefix_caching=False,
+            # And would look their answers up among the outputs of the k before.
+            suffix_history=0,
             simulated_acceptance=rates,
         )
         self.build_seconds = time.perf_counter() - started

@@ -44,6 +44,14 @@ def test_the_step_by_part_per_token_and_idle(tmp_path: Path) -> None:
         assert row["idle_share"] == pytest.approx(1 - mean / row["ms_per_step"])
 
 
+@pytest.mark.parametrize("script", ["full_graphs.py", "peers.py"])
+def test_scripts_that_repeat_their_prompts_keep_no_history(script: str) -> None:
+    """Fault: "suffix + head" was measured on prompts that the same engine had just answered."""
+    source = (BENCH / script).read_text(encoding="utf-8")
+    assert "suffix+auto" in source
+    assert "suffix_history=0," in source
+
+
 def test_the_made_pair_is_accepted_in_full_and_no_text_differs(tmp_path: Path) -> None:
     made = run("peers.py", tmp_path / "peers.json", "--only", "pair")["pair"]
     rows = [(row["num_reqs"], row["k"], row["acceptance_rate"]) for row in made["specdec"]]

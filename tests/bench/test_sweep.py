@@ -235,6 +235,24 @@ def test_prompts_that_run_side_by_side_with_themselves_count_once(model: str) ->
     assert by_case[(0.5,), 6, 2]["distinct_texts"] == 6
 
 
+def test_a_lookup_does_not_find_what_another_k_wrote(model: str) -> None:
+    """Fault: "suffix" keeps the outputs of earlier requests, and k=0 had just answered the same
+    prompt on the same engine: nine of ten drafts were right on any prompt.
+    """
+    settings = Settings(
+        model=model, drafts=("suffix",), ks=(4,), num_prompts=3, max_new_tokens=16, device="cpu",
+        parts=False, warm_up=False, ignore_eos=True, cudagraph_mode="NONE",
+    )  # fmt: skip
+    (point,) = [p for p in sweep.run_sweep(settings)["points"] if p["k"] == 4]
+    accepted = steps = 0
+    for prompt in sweep.spread(sweep.load_prompts(), 3):
+        with specdec.Engine(model, "suffix", 4, device="cpu", cudagraph_mode="NONE") as engine:
+            params = specdec.SamplingParams(max_new_tokens=16, ignore_eos=True)
+            (alone,) = engine.generate([engine.tokenizer.encode(prompt.text)], params)
+        accepted, steps = accepted + alone.stats.accepted, steps + alone.stats.steps
+    assert (point["accepted"], point["steps"]) == (accepted, steps)
+
+
 def test_tokens_are_counted_and_not_events() -> None:
     """A step that brings four tokens is one event: counting events would give 2, not 5."""
     from specdec import timed
