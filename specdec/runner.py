@@ -70,7 +70,6 @@ class Runner:
         compare: raises where other ranks have another number for what it is called with.
         """
         self.step = step
-        self._mode = mode
         self._ks = sorted({query_len - 1 for query_len in query_lens})
         self.state = step.state
         self.device = step.state.device
@@ -136,10 +135,8 @@ class Runner:
 
     @torch.inference_mode()
     def warm_up_pieces(self) -> None:
-        """Run one request of padding where decode batches run in pieces: between those attention
-        reads nothing early, which is another kernel.
-        """
-        if self._mode.decode_mode() is CUDAGraphMode.PIECEWISE:
+        """Where batches run in pieces: between them one request's attention is another kernel."""
+        if self._graphs.dispatcher.mode.decode_mode() is CUDAGraphMode.PIECEWISE:
             self._fill_slots([])
             for k in self._ks:
                 self._graphs.run(self._decode, 1, k, sampled=False, has_lora=False)
