@@ -168,6 +168,11 @@ class Engine:
         """End a request where it stands; others are not disturbed. Unknown ids are ignored."""
         self._end([r for r in self._tails if r.id == request_id])
 
+    @property
+    def takes_draft_lora(self) -> bool:
+        """Whether adapters may come with one of the draft model."""
+        return self._lora.has_draft_slots
+
     def read_lora(self, path: str | Path, draft_path: str | Path | None = None) -> ReadAdapter:
         """Read an adapter's files, for ``add_lora``. May be called in any thread, beside a step."""
         return self._lora.read(path, draft_path)

@@ -59,6 +59,10 @@ class LoraManager:
         for name, each in weights.items():
             table.add(name, each, draft_weights.get(name))
 
+    @property
+    def has_draft_slots(self) -> bool:
+        return self._table is not None and self._table.memory.draft_slots is not None
+
     def read(self, path: str | Path, draft_path: str | Path | None = None) -> ReadAdapter:
         """See ``Engine.read_lora``."""
         table = self._table
@@ -66,8 +70,9 @@ class LoraManager:
         weights = read_adapter(path, self._model.config, max_rank=max_rank)
         draft_weights = None
         if draft_path is not None:
-            if table is None or table.memory.draft_slots is None:
+            if not self.has_draft_slots:
                 raise ValueError("draft_path: this engine was not started with draft_lora")
+            assert table is not None and table.memory.draft_slots is not None
             assert isinstance(self._drafter, DraftModelDrafter)
             draft_weights = read_adapter(
                 draft_path, self._drafter.model.config, max_rank=table.memory.draft_slots.max_rank

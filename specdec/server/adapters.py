@@ -14,7 +14,7 @@ from specdec.server.front import ServingEngine
 from specdec.server.settings import ServerSettings
 
 _POLL_SECONDS = 0.02
-_FIELDS = ("lora_name", "lora_path")
+_FIELDS = ("lora_name", "lora_path", "draft_lora_path")
 
 
 class AdapterService:
@@ -27,17 +27,24 @@ class AdapterService:
     async def load(self, request: Request) -> Response:
         """Load an adapter, or a new version of it under its name.
 
-        Requests that run on the older version end on it.
+        Requests that run on the older version end on it. ``draft_lora_path``, which vLLM does not
+        have: the draft model's adapter for the same requests.
         """
         root, fields = await self._begin(request)
         name, given = fields.string("lora_name"), fields.string("lora_path")
+        of_draft = fields.string("draft_lora_path", None)
         fields.finish()
         if name == self._settings.model_name:
             raise bad_request(f"lora_name: {name!r} is the base model", "lora_name")
         try:
             check_adapter_name("lora_name", name)
-            path = path_inside(root, given)
-            await self._front.add_lora(name, path)
+            path = path_inside(root, given, "lora_path")
+            draft_path = None
+            if of_draft is not None:
+                if not self._front.engine.takes_draft_lora:
+                    raise ValueError("draft_lora_path: the server was started without --draft-lora")
+                draft_path = path_inside(root, of_draft, "draft_lora_path")
+            await self._front.add_lora(name, path, draft_path)
         except Exception as error:
             raise as_api_error(error, _FIELDS) or error from error
         return JSONResponse({"status": "loaded", "lora_name": name})
@@ -74,25 +81,27 @@ class AdapterService:
         return root, Fields(values)
 
 
-def path_inside(root: Path, given: str) -> Path:
-    """The adapter's folder. Raises ValueError where it, or a file of it, lies outside ``root``."""
+def path_inside(root: Path, given: str, field: str) -> Path:
+    """The adapter's folder. Raises ValueError naming ``field`` where it, or a file of it, lies
+    outside ``root``.
+    """
     # What lies outside is never looked at, so that nobody learns what there is.
-    root, path = _resolved(root), Path(given)
+    root, path = _resolved(root, field), Path(given)
     if ".." in path.parts or "\0" in given:
-        raise ValueError(f"lora_path: {given!r} is not a plain path inside --lora-root")
-    folder = _resolved(root / path)
+        raise ValueError(f"{field}: {given!r} is not a plain path inside --lora-root")
+    folder = _resolved(root / path, field)
     if not folder.is_relative_to(root):
-        raise ValueError(f"lora_path: {given!r} does not lie inside --lora-root")
+        raise ValueError(f"{field}: {given!r} does not lie inside --lora-root")
     if folder.is_dir():
         for file in folder.iterdir():
-            if not _resolved(file).is_relative_to(root):
-                raise ValueError(f"lora_path: {file.name!r} in {given!r} leads outside --lora-root")
+            if not _resolved(file, field).is_relative_to(root):
+                raise ValueError(f"{field}: {file.name!r} in {given!r} leads outside --lora-root")
     return folder
 
 
-def _resolved(path: Path) -> Path:
+def _resolved(path: Path, field: str) -> Path:
     try:
         return path.resolve()
     except RuntimeError as error:
         # What Python before 3.13 says of links that lead to each other.
-        raise ValueError(f"lora_path: {path.name!r} is a link that leads nowhere") from error
+        raise ValueError(f"{field}: {path.name!r} is a link that leads nowhere") from error

@@ -194,3 +194,33 @@ def test_without_a_folder_there_is_no_loading(start, tiny) -> None:
         assert answer.status_code == 404
         assert "--lora-root" in answer.json()["error"]["message"]
     assert models(server) == ["tiny", "a"]
+
+
+def test_an_adapter_of_the_draft_model_comes_along(start, tiny, expected) -> None:
+    """The target as its own draft: with the same adapter every draft is right, without it few."""
+    a = str(tiny.adapters / "a")
+    served = start(
+        tiny.model,
+        engine={"lora": {"a": a}, "draft_lora": {"a": a}, "max_loras": 4},
+        lora_root=tiny.adapters,
+    )
+    accepted = {}
+    for name, of_draft in (("both", "b"), ("alone", None)):
+        answer = served.post(LOAD, lora_name=name, lora_path="b", draft_lora_path=of_draft)
+        assert answer.status_code == 200, answer.text
+        asked = {"prompt": "hello", "model": name, "max_tokens": 30, "temperature": 0}
+        whole = served.post(COMPLETIONS, ignore_eos=True, **asked).json()
+        assert whole["choices"][0]["text"] == expected("hello", 30, "b", ignore_eos=True).text
+        accepted[name] = whole["usage"]["accepted"] / whole["usage"]["drafted"]
+    assert accepted["both"] == 1.0 > accepted["alone"]
+    outside = served.post(LOAD, lora_name="x", lora_path="b", draft_lora_path="../b")
+    refused(outside, "draft_lora_path")
+    assert outside.json()["error"]["param"] == "draft_lora_path"
+    assert "x" not in models(served)
+
+
+def test_a_draft_adapter_is_refused_where_none_was_expected(server) -> None:
+    answer = server.post(LOAD, lora_name="x", lora_path="a", draft_lora_path="a")
+    refused(answer, "--draft-lora")
+    assert answer.json()["error"]["param"] == "draft_lora_path"
+    assert "x" not in models(server)
