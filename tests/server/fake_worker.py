@@ -49,8 +49,8 @@ async def answer(request: Request) -> Response:
             return error(503, "shutting_down")
         case ["wait", seconds]:
             await asyncio.sleep(float(seconds))
-        case ["hold", file]:
-            while not (FOLDER / file).exists():
+        case ["hold", 1]:
+            while not (FOLDER / "go").exists():
                 await asyncio.sleep(0.02)
         case "wrong":
             return error(400, "wrong")
