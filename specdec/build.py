@@ -305,9 +305,6 @@ def _limits(config: EngineConfig, source: Source, k: int | str, device: torch.de
         raise ValueError(f"extra_k {list(config.extra_k)} must not be above {bound}")
     widths = widths_up_to(config.k_max) if k == "auto" else [int(k)]
     max_k = max(widths)
-    vocab_size = source.config.vocab_size
-    if source.tokenizer is not None:
-        vocab_size = min(vocab_size, source.tokenizer.vocab_size)
     if config.max_num_batched_tokens < 1 + max_k:
         raise ValueError(
             f"max_num_batched_tokens ({config.max_num_batched_tokens}) must hold one row of "
@@ -323,7 +320,7 @@ def _limits(config: EngineConfig, source: Source, k: int | str, device: torch.de
         max_model_len=_max_model_len(config, source.config),
         max_num_seqs=config.max_num_seqs or DEFAULT_MAX_NUM_SEQS[device.type],
         block_size=block_size if isinstance(block_size, int) else default_block_size(attention),
-        vocab_size=vocab_size,
+        vocab_size=source.vocab_size,
     )
 
 

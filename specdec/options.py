@@ -19,8 +19,8 @@ ModelArgument = Annotated[
 DraftOption = Annotated[
     str,
     typer.Option(
-        help="none, auto, ngram, suffix, layer_skip:N, a draft model of the same tokenizer, "
-        "or suffix+ before one of the last two.",
+        help="none, auto, ngram, suffix, layer_skip:N, eagle:PATH, medusa:PATH, mtp, a "
+        "draft model of the same tokenizer, or ngram+ or suffix+ before one of the last five.",
     ),
 ]
 KOption = Annotated[

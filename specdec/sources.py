@@ -28,6 +28,15 @@ class Source:
     tokenizer: Tokenizer | None
     head: HeadCheckpoint | None = None  # not a model: a head for the target
 
+    @property
+    def vocab_size(self) -> int:
+        """Ids that may be emitted: rows that no token belongs to are padding."""
+        known = None if self.tokenizer is None else self.tokenizer.vocab_size
+        if isinstance(self.model, CausalLM):
+            known = self.model.num_known_ids
+        rows = self.config.vocab_size
+        return rows if known is None else min(rows, known)
+
 
 def read_source(model: str | Path | CausalLM | MadeModel | None, config: EngineConfig) -> Source:
     if isinstance(model, CausalLM | MadeModel):

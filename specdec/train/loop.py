@@ -217,7 +217,9 @@ class TrainingLoop:
         self.optimizer.load_state_dict(state["optimizer"])
         log = self.folder / LOG
         # Lines of steps that were lost with the process are written again.
-        lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
+        text = log.read_text(encoding="utf-8") if log.exists() else ""
+        # What follows the last line feed is a line that the process did not finish.
+        *lines, _ = text.split("\n")
         kept = [line for line in lines if json.loads(line)["step"] <= self.step]
         log.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
 

@@ -31,8 +31,13 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"--data {path}: no such file")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--data {path} is not a text in UTF-8 ({error.reason})") from error
     prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    # JSON allows line separators such as U+2028 within a text: only a line feed ends a line.
+    for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:
                 prompts.append(_prompt(json.loads(line)))

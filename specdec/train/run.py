@@ -54,12 +54,14 @@ def train(
     source = resolve_model(settings.model)
     config, tokenizer = read_config(source), load_tokenizer(source)
     layers, prompts, pieces = _check(settings, config, tokenizer)
-    draft = None if settings.draft is None else _check_pair(settings.draft, tokenizer)
+    draft = None if settings.draft is None else _check_pair(settings.draft, config, tokenizer)
     folder = settings.prepare_folder(resume)
 
     model = load_target(
         settings.model, config, EngineConfig(device=settings.device, dtype=settings.dtype)
     )
+    usable = _usable_ids(config, tokenizer)
+    model.num_known_ids = usable
     corpus = Corpus(folder / DATA)
     if not corpus.is_done:
         _write_text(corpus, model, tokenizer, pieces, prompts, settings, clock, console)
@@ -72,9 +74,6 @@ def train(
             "--tokens or --time-limit"
         )
 
-    usable = (
-        config.vocab_size if tokenizer is None else min(config.vocab_size, tokenizer.vocab_size)
-    )
     target = FrozenTarget(model, layers if draft is None else (), usable)
     ends = set(config.eos_token_ids)
     vocab = count_vocab(
@@ -178,9 +177,20 @@ def _check(
     return layers, prompts, chat_pieces(tokenizer, config.bos_token_id)
 
 
-def _check_pair(draft: str, tokenizer: Tokenizer | None) -> Path:
+def _usable_ids(config: ModelConfig, tokenizer: Tokenizer | None) -> int:
+    """Ids that the target may write: rows that no token belongs to are padding."""
+    rows = config.vocab_size
+    return rows if tokenizer is None else min(rows, tokenizer.vocab_size)
+
+
+def _check_pair(draft: str, config: ModelConfig, tokenizer: Tokenizer | None) -> Path:
     path = check_draft(draft)
-    read_config(path)
+    rows = read_config(path).vocab_size
+    written = _usable_ids(config, tokenizer)
+    if rows < written:
+        raise ValueError(
+            f"--draft {draft}: its vocab_size is {rows}, and the target writes {written} ids"
+        )
     difference = compare_tokenizers(tokenizer, load_tokenizer(path))
     if difference is not None:
         raise ValueError(f"--draft {draft} has another tokenizer than the target: {difference}")

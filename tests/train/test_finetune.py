@@ -13,6 +13,7 @@ from rich.console import Console
 from tiny import blended, make_tiny, read_tensors, write_tokenizer
 
 import specdec
+from specdec.train.corpus import Corpus
 from specdec.train.finetune import DraftModelTraining
 from specdec.train.rows import PackedRows
 from specdec.train.run import train
@@ -108,3 +109,27 @@ def test_pairs_that_do_not_fit_are_refused(pair: tuple[Path, Path], tmp_path: Pa
     with pytest.raises(ValueError, match=r"a .gguf file cannot be trained"):
         run((target, tmp_path / "x.gguf"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_draft_that_lacks_ids_of_the_text_is_refused(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Fault: without a tokenizer to compare, its embedding was read out of range after writing."""
+    other = make_tiny(tmp_path / "other", vocab=40, **SHAPE)
+    with pytest.raises(ValueError, match="its vocab_size is 40, and the target writes 64 ids"):
+        run((pair[0], other), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_target_with_rows_of_padding_never_writes_their_ids(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Fault: the engine that wrote had no tokenizer, and took padding for tokens."""
+    _, draft = pair
+    padded = make_tiny(
+        tmp_path / "padded", vocab=80, tokenizer="words", tokenizer_vocab=64, bos=1, **SHAPE
+    )
+    out = tmp_path / "out"
+    run((padded, draft), out, steps=1)
+    ids = {token for each in Corpus(out / "data").documents() for token in each.tokens}
+    assert max(ids) < 64

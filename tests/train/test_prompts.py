@@ -65,3 +65,14 @@ def test_files_that_hold_nothing_are_refused(tmp_path: Path) -> None:
         read_prompts(tmp_path / "none.jsonl")
     with pytest.raises(ValueError, match="holds no prompts"):
         read_prompts(write(tmp_path / "empty.jsonl"))
+
+
+def test_what_json_allows_in_a_text_does_not_end_its_line(tmp_path: Path) -> None:
+    """Faults: a line separator in a text cut its line in two; other files were not named."""
+    path = tmp_path / "mine.jsonl"
+    text = "one\u2028two\x85three"
+    path.write_text(f'\ufeff{{"prompt": "{text}"}}\r\n{{"prompt": "x"}}\r\n', "utf-8")
+    assert read_prompts(path) == [Prompt((text,)), Prompt(("x",))]
+    path.write_bytes(b"\x1f\x8b\x08")
+    with pytest.raises(ValueError, match=r"mine.jsonl is not a text in UTF-8"):
+        read_prompts(path)

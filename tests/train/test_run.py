@@ -108,6 +108,8 @@ def test_a_killed_run_ends_as_if_it_had_not_been(
         stop_after(patch, stopped)
         train(wanted, quiet(), plot=False)
     assert (out / "model.safetensors").exists() == (stopped > 45)
+    with (out / "train_log.jsonl").open("a", encoding="utf-8") as log:
+        log.write('{"step": 5')  # the line that the process was writing
     report = train(wanted, quiet(), resume=True, plot=False)
     whole, expected = trained
     ours, theirs = load_file(out / "model.safetensors"), load_file(whole / "model.safetensors")

@@ -65,6 +65,8 @@ class CausalLM(nn.Module):
             self.lm_head = empty_parameter(*vocabulary, dtype=dtype, device=device)
         # Hidden states that a pass gives beside its last: those after this many layers.
         self.feature_layers: tuple[int, ...] = ()
+        # Ids that a tokenizer has, where whoever loaded the model knows; an engine emits no others.
+        self.num_known_ids: int | None = None
         self.embed_adapters: LoraStack | None = None
         self.head_adapters: LoraStack | None = None
         context = config.max_position_embeddings
