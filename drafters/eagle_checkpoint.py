@@ -49,8 +49,11 @@ def open_eagle(path_or_id: str | Path, target: ModelConfig) -> EagleCheckpoint:
         _folder(path_or_id, weights=True), indices=(TO_TARGET, IN_DRAFT)
     )
     names = {_common_name(name): name for name in tensors.shapes()}
-    shapes = {ours: tensors.shapes()[theirs] for ours, theirs in names.items()}
     source = tensors.source
+    twice = [name for name in tensors.shapes() if name not in names.values()]
+    if twice:
+        raise ValueError(f"{source} has two tensors for {_common_name(twice[0])}")
+    shapes = {ours: tensors.shapes()[theirs] for ours, theirs in names.items()}
     _check_shapes(config, shapes, source)
     target_ids = torch.arange(config.draft_vocab_size)
     if TO_TARGET in shapes:

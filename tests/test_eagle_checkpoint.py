@@ -76,6 +76,7 @@ def test_a_bad_field_is_named(tmp_path, models, monkeypatch, field, value, words
         ({"t2d": torch.ones(VOCAB, dtype=torch.bool)}, ["t2d and d2t"]),
         ({"d2t": torch.zeros(len(EVEN))}, ["d2t is stored as F32"]),
         ({"fc.weight": torch.zeros(SIZE, 3 * SIZE, dtype=torch.int8)}, ["fc.weight", "I8"]),
+        ({"layers.0.hidden_norm.weight": torch.ones(SIZE)}, ["two tensors for", "hidden_norm"]),
     ],
     ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
 )
